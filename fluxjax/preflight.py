@@ -1,4 +1,4 @@
-"""Reports what a run needs of each device, without the devices: its real programs, compiled on this machine's CPU.
+"""Reports what a run needs of each device, without the devices: compiles the run's programs on this machine's CPU.
 
     python -m fluxjax.preflight --config=configs/qwen2_5_vl_7b.py --topology 1x8xh100
     python -m fluxjax.preflight --config=configs/qwen2_5_vl_7b.py --topology 1x8xh100 --layers 2 --json

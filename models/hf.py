@@ -127,8 +127,8 @@ def _check_names(files: _Files, names: list[TensorName], carried: Collection[str
 def _tied_or_not(files: _Files, config: DecoderConfig, raw: JsonObject) -> DecoderConfig:
     """The configuration, untied if the files store a head that differs from the embedding.
 
-    transformers ties if config.json says so at the top or in `text_config`. It keeps a stored head that differs from
-    the embedding; SGLang drops such a head. Raises CheckpointError then, unless config.json says `false` at the top.
+    transformers ties if config.json says so at the top or in `text_config`, but keeps a stored head that differs;
+    SGLang drops such a head. Raises CheckpointError for such a head, unless the top of config.json says false.
     """
     if not config.text.tie_word_embeddings or HEAD not in files.where or _is_tied_copy(files, config):
         return config
@@ -179,7 +179,7 @@ def load(
 
     `dtype` casts every weight (float32 masters of a bfloat16 checkpoint); None keeps the dtypes of the checkpoint.
     `shardings(model)` gets the abstract model and returns, in the structure of its parameters, where each weight goes
-    (default: this process's first device). Weights go there directly: the host holds at most two tensors of
+    (default: this process's first device). Weights go to their devices directly: the host holds at most two tensors of
     weights at a time, a device its weights and its share of one tensor. `progress` gets the share of the tensors read
     so far.
 

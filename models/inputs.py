@@ -170,7 +170,7 @@ class PackedTokens:
     or, for the first token of a response, the last token of its prompt.
 
     Rows, and the patch axis of `vision`, are divided evenly over the data shards, in order;
-    `feature_index_BT` counts from the start of the shard's own features (after routing, if they are routed).
+    `feature_index_BT` counts from the start of the shard's own features (after routing, if features are routed).
 
     A `spread` says that devices share sequences; each device then has one row. An index in the row then means, in the
     rules above, an index in the stream of the devices that share the sequence. Segments are numbered through all rows,
@@ -220,7 +220,7 @@ def _renumbered(segments: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def pad(vision: VisionInput, num_patches: int) -> VisionInput:
-    """`vision` with padding (segment 0, zero pixels) at the end, `num_patches` in all; ValueError if it has more."""
+    """`vision`, padded (segment 0, zero pixels) to `num_patches`. Raises ValueError if `vision` has more patches."""
     missing = num_patches - vision.num_patches
     if missing < 0:
         raise ValueError(f"{vision.num_patches} patches do not fit into {num_patches}")

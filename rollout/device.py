@@ -1,4 +1,4 @@
-"""The device side of the embedded engine: weights, cache, prefill and decoding. One thread at a time uses it."""
+"""The device side of the embedded engine: weights, cache, prefill and decoding. One thread at a time uses a state."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Unread:
     """New tokens, perhaps not computed yet; `lost` as in `NewTokens`."""
 
     slots_B: np.ndarray
-    parts: Sequence[Sequence[jax.Array]]  # padded tokens, log-probs and counts of the slots, one part behind another
+    parts: Sequence[Sequence[jax.Array]]  # of each part of the slots: padded tokens, log-probs and counts
     sizes: Sequence[int]  # slots of each part
     lost: Mapping[str, Exception] = dataclasses.field(default_factory=dict)
 
     def read(self) -> NewTokens:
-        """Waits for the device. Raises what its computation raised."""
+        """Waits for the device. Raises what the computation raised."""
         parts = [[x[:size] for x in part] for part, size in zip(jax.device_get(self.parts), self.sizes, strict=True)]
         nothing = np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32), np.zeros(0, np.int32)
         joined = map(np.concatenate, zip(*parts, strict=True)) if parts else nothing
@@ -258,7 +258,7 @@ class DeviceState:
         return kept.rows
 
     def decode(self, plan: RoundPlan) -> Unread:
-        """Decodes the tokens of a round. Its first inputs are the tokens that earlier turns left in `last_N`."""
+        """Decodes the tokens of a round. The first inputs are the tokens that earlier turns left in `last_N`."""
         slots_B, batch = plan
         self.shapes.add(("decode", (*batch.pages_BC.shape, *_ids(batch.sampling))))
         self.cache, self.last_N, *new = self.programs.decode(self.params, self._ready_cache(), self.last_N, batch)

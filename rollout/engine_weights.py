@@ -1,6 +1,6 @@
-"""The weights of an embedded engine: each layer has arrays of its own, on the devices that compute together.
+"""The weights of an embedded engine: each layer has arrays of its own, on the engine's devices.
 
-A decode step reads every weight once, and memory traffic limits its speed. A program that takes a layer out of a stack
+A decode step reads every weight once, and memory traffic limits the speed. A program that takes a layer out of a stack
 copies the layer's weights first: these are read, written and read again, three times the traffic. The matrices of the
 layers have their outputs first (`engine_model`): on a CPU, the products of few rows, as in decoding, then take half the
 time. The weights are copied in any case, so that this order costs nothing.
@@ -163,14 +163,14 @@ def portions(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Itera
 
 
 def _as_served(weight: jax.Array | np.ndarray, dtype: DTypeLike | None, sharding: Sharding) -> bool:
-    """Says whether the engine can serve this very array. It can't serve a numpy array, which may still change."""
+    """Says whether the engine can serve this very array. A numpy array may still change, and is copied."""
     if not isinstance(weight, jax.Array) or (dtype is not None and weight.dtype != dtype):
         return False
     return weight.sharding.is_equivalent_to(sharding, weight.ndim)
 
 
 def _placed(weight: jax.Array | np.ndarray, dtype: DTypeLike | None, sharding: Sharding) -> jax.Array:
-    """The weight in `dtype` and `sharding`. It is cast before it moves, so that as many bytes move as are served."""
+    """The weight in `dtype` and `sharding`, cast before it moves, so that no more bytes move than are served."""
     with _placing:
         if dtype is not None and weight.dtype != dtype:
             weight = _cast(weight, dtype) if isinstance(weight, jax.Array) else weight.astype(dtype)
@@ -228,7 +228,7 @@ def engine_model(model: Decoder) -> tuple[Decoder, dict[tuple, int]]:
 
 
 def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tuple[Decoder, list[Any]]:
-    """Returns (the model, its layers in order). In place of a stack, the model itself has the first layer of a kind."""
+    """Returns (the model, its layers in order). In place of a stack, the model has the first layer of the kind."""
     stacks = {kind: layers for kind, layers in params.items() if isinstance(layers, list)}
     parts: list[Decoder] = [
         models.merge(graphdef, {**params, **{kind: layers[min(i, len(layers) - 1)] for kind, layers in stacks.items()}})
@@ -243,7 +243,7 @@ class EngineLayout:
     """The devices that one engine computes on, and the way its arrays lie on them.
 
     A dimension is cut into as many parts as the largest power of two, up to the number of devices, that divides it. If
-    parts are fewer than devices, each part is on several: each of 2 KV heads on 2 of 4 devices, with its query heads.
+    parts are fewer than devices, a part is on several devices: with 2 KV heads and 4 devices, each head is on 2 devices.
     """
 
     devices: tuple[Device, ...]

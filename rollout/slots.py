@@ -109,8 +109,8 @@ def seed_words(seed: int) -> tuple[int, int]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeRound:
-    """Samples to decode. The first input is a sample's last token, which the device keeps by slot, and which is not in
-    the cache yet. If the device found that a sample has ended, the sample's row does nothing."""
+    """Samples to decode. A row's first input is the sample's last token, which the device keeps by slot. The cache does
+    not have this token yet. If the device found that a sample has ended, the sample's row does nothing."""
 
     pages_BC: Int[AnyArray, "B C"]  # pages of each sample, filled up with pages out of range
     entries_BR: Int[AnyArray, "B R"]  # entries for the tokens of the longest round, numbered through all pages

@@ -6,8 +6,8 @@ form: tokens that a behaviour policy sampled, each with a weight version. So eac
 
     w = C(proximal / behaviour) * decay**lag
 
-The proximal policy is the trainer's at the start of the training step. If a training step has one optimizer step, the
-policy's log-probs serve as constants. Before the first of several, `TrainBatch.proximal_logprobs_BT` are computed.
+The proximal policy is the trainer's at the start of the training step. If that step has one optimizer step,
+proximal log-probs are the policy's, as constants. Otherwise they are in `TrainBatch.proximal_logprobs_BT`.
 `lag` counts the versions (training steps) since the token's version; newer segments weigh more. C (`cfg.kind`)
 is the identity, or `min(ratio, high)` (truncated importance sampling, Yao et al., "Your efficient RL framework secretly
 brings you off-policy RL training", 2025), or 0 outside [low, high] (IcePop, Ling team, 2025). At the level of
@@ -75,7 +75,7 @@ def normaliser(lengths: np.ndarray, aggregation: LossAggregation, max_new_tokens
 def masked(values_BT: Float[Array, "B T"], trained_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """Sets the value of a token that is not trained on to zero, with zero gradient.
 
-    Apply it *before* any exponential: log-probs at untrained tokens are arbitrary, and `inf * 0` is NaN.
+    Call this function *before* any exponential: log-probs at untrained tokens are arbitrary, and `inf * 0` is NaN.
     """
     return jnp.where(trained_BT, values_BT, 0.0)
 
@@ -111,7 +111,7 @@ def kl_estimate(log_ratio: Any, estimator: KlEstimator) -> Any:
     """Estimates, in numpy or JAX arrays, KL(p || q) for tokens sampled from p; `log_ratio` is `d = log q - log p`
     (Schulman, "Approximating KL Divergence", 2020).
 
-    k1 = -d: unbiased, of either sign; as a loss it has no gradient on average, so it is for rewards. k2 = d**2 / 2:
+    k1 = -d: unbiased, of either sign, and for rewards: as a loss, its mean gradient is 0. k2 = d**2 / 2:
     biased, but as a loss its gradient is that of KL(p || q), on-policy. k3 = exp(d) - d - 1: unbiased and never
     negative (GRPO's equation 4 has q = reference).
     """

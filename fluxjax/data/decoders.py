@@ -81,7 +81,7 @@ def decoded(settings: MediaSettings, job: DecodeJob) -> tuple[Medium, np.ndarray
         raise type(error)(job.name, error.reason) from error
     except MemoryError:
         raise
-    except Exception as error:  # a decoder's surprise about one file must not end the run
+    except Exception as error:  # an unexpected error about one file must not end the run
         raise MediaUnavailable(job.name, f"failed with {type(error).__name__}: {error}") from error
 
 

@@ -124,7 +124,7 @@ class Mixture(TypedDict):
 
 class PromptLoader:
     """Draws prompts from several sources in proportion to their weights: `order[n]` is draw `n`. An epoch of a source
-    has each of its records once. Raises `DataError` for weights of other sources, or not positive and finite."""
+    has each of its records once. Raises `DataError` for weights of other sources, or outside of (0, inf)."""
 
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float], seed: int) -> None:
         if not sources:
@@ -211,8 +211,8 @@ def _next_places(places: grain.MapDataset[Place], start: int, sources: int) -> d
 
 
 def _read(sources: Mapping[str, Source], rows: Mapping[str, grain.MapDataset[int]], draw: int, place: Place) -> Drawn:
-    """Reads the prompt at a place. Raises `DataError` for a source that the configuration no longer names: its earlier
-    draws stay in the order.
+    """Reads the prompt of a `Place`. Raises `DataError` for a source that the configuration no longer names, whose
+    earlier draws stay in the order.
     """
     name, index = place
     row = at(rows[name], index)

@@ -1,5 +1,5 @@
-"""Joins the other processes of a run. The settings name the processes, or environment variables do, in which Open MPI
-and Slurm tell a process its number and the number of all processes."""
+"""Joins the other processes of a run. If the settings name no processes, the environment variables of Open MPI or Slurm
+tell a process its number and the number of all processes."""
 
 from __future__ import annotations
 

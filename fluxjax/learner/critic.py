@@ -1,7 +1,7 @@
-"""The critic, a model of the policy's architecture that learns the values of states; advantages from these values.
+"""The critic is a model of the policy's architecture that learns the values of states. Advantages follow from values.
 
-It is a learner whose forward pass returns values instead of log-probs. So the critic has the
-policy's microbatches, and its strategies and checkpoints are those of a policy.
+The critic's learner differs from the policy's in the forward pass, which returns values instead of log-probs.
+Microbatches, strategies and the form of checkpoints are the same.
 """
 
 import dataclasses
@@ -100,8 +100,8 @@ class Critic(Learner):
         costs: Sequence[np.ndarray],
         team: Team,
     ) -> tuple[list[Composition], dict[Key, float], dict[str, float]]:
-        """Returns the minibatches of a step with values, returns and advantages of each token, before the step's first
-        optimizer step; in process 0, also the mean advantage of each response that has a token, and metrics.
+        """Returns the minibatches of a step with values, returns and advantages of each token; in process 0, also the
+        mean advantage of each response that has a token, and metrics. Call it before the first optimizer step.
 
         Process 0 estimates all advantages: there, `outcomes` has the reward of each response of all processes, by
         (draw, sample). `costs` are subtracted from the tokens' rewards: one flat array a composition, or no array at

@@ -59,7 +59,7 @@ def equal(question: Mapping[str, Any]) -> bool:
 
 def _parsed(latex: str) -> list[Any]:
     parsed = math_verify.parse(f"${latex}$", _LATEX, parsing_timeout=cast(int, None))[:1]  # a text if unreadable
-    with contextlib.suppress(TypeError, AttributeError):  # bounds with i have no order: i stays a letter
+    with contextlib.suppress(TypeError, AttributeError):  # interval bounds with i have no order: i stays a letter
         return [tree.xreplace({x: sympy.I for x in tree.free_symbols if x.name == "i"}) for tree in parsed]
     return parsed
 

@@ -95,7 +95,7 @@ def find(name: str, field: str = "reward", arguments: Mapping[str, Any] | None =
 
 
 def find_reward(name: str, field: str = "reward", arguments: Mapping[str, Any] | None = None) -> Any:
-    """Returns the reward of this name; an object if the reward is a class. Raises `ConfigError` (`find`, `build`)."""
+    """Returns the reward of this name; an object if the reward is a class. Raises what `find` and `build` raise."""
     return find(name, field, arguments).build()
 
 

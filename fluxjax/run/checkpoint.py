@@ -38,8 +38,8 @@ class ResumeError(RuntimeError):
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder/<step>/`. Unfinished checkpoints are not listed: Orbax renames them
-    last."""
+    """The checkpoints of one run, in `folder/<step>/`. Unfinished checkpoints are not listed: Orbax gives a
+    checkpoint its name last."""
 
     def __init__(self, folder: pathlib.Path, keep: int, *, read_only: bool = False, largest: int = 0) -> None:
         """With `read_only`, no file is changed: a run may still be writing. `largest` is the size of the largest array,
@@ -92,8 +92,8 @@ class Checkpoints:
         raise ResumeError(f"every checkpoint in {self.folder} is damaged; restore the files, or remove it all")
 
     def chosen(self, asked: int | None = None) -> int:
-        """Returns the step to restore: `asked`, or else that of `undamaged`. Raises `ResumeError` if its checkpoint is
-        damaged, or if there are no checkpoints."""
+        """Returns the step to restore: `asked`, or else that of `undamaged`. Raises `ResumeError` if that checkpoint
+        is damaged, or if there are no checkpoints."""
         step = self.undamaged() if asked is None else asked
         if step is None:
             raise ResumeError(f"there is no checkpoint in {self.folder}")
@@ -227,8 +227,8 @@ def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
 
 
 class SummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """The folder of a checkpoint that is being written. Orbax completes it under one more temporary name; it gets its
-    final name when all of its files could be read back, are on the disk, and have checksums."""
+    """The folder of a checkpoint that is being written. Orbax completes it under one more temporary name. The folder
+    gets its final name when all files could be read back, are on the disk, and have checksums."""
 
     async def finalize(self) -> None:
         final = self.get_final()

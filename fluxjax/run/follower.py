@@ -1,4 +1,4 @@
-"""A training process other than process 0: it carries out the orders of process 0 (`hosts.orders`) on its own rows and
+"""A training process other than process 0 carries out the orders of process 0 (`hosts.orders`) on its own rows and
 media."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Follower:
         self._parts.close()
 
     def obey(self, order: Order) -> None:
-        """Has the parts of this process carry out one order of process 0; raises their errors."""
+        """Has the parts of this process carry out one order of process 0; raises the parts' errors."""
         match order:
             case Begin():
                 self._begin(order)

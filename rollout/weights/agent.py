@@ -3,7 +3,7 @@
 Released SGLang reads weights from folders of its own host only. The trainer writes whole versions with Orbax, and
 deltas between them, into a folder that the hosts share (weights.folder). On `POST /pull_weights` from the trainer, the
 agent makes a checkpoint folder of a version, in its host's shared memory, for all servers of the host. The agent
-prints one line, `listening on http://HOST:PORT`, when it is ready. SIGTERM and SIGINT end it, and remove its folders.
+prints one line, `listening on http://HOST:PORT`, when it is ready. SIGTERM and SIGINT end it and remove its folders.
 """
 
 from __future__ import annotations

@@ -47,11 +47,11 @@ from .published import Published, as_bytes, sweep
 DTYPES = {name: jnp.dtype(dtype) for dtype, name in NAMES.items()}
 ITEM = "params"  # name of the Orbax item in the folder of a whole version
 SUMS = "checksums.json"  # checksums of a whole version's tensors and configuration
-FULL_EVERY = 32  # most deltas behind a whole version; a late host applies all of them
+FULL_EVERY = 32  # most deltas after a whole version; a late host applies all of these deltas
 AT_ONCE = 4  # threads that apply deltas, each to one tensor
 PLACE = "fluxjax-pulled-"  # begins the name of a host's folder of copies; the source's name follows
 SOURCE = "source.txt"  # holds the path of the source
-KEPT = 2  # versions on a host: the newest, and another version that a server may still be reading
+KEPT = 2  # versions on a host: the last pulled, and the one before, which a server may still be reading
 
 
 FILE, CONFIG = "model-00001-of-00001.safetensors", "config.json"  # files of a delta; a checkpoint has `CONFIG`, too
@@ -125,7 +125,7 @@ class VersionFolders:
         with ocp.PyTreeCheckpointer() as writer:
             try:
                 writer.save((folder / ITEM).absolute(), tensors)
-            except ValueError as error:  # Orbax raises it for a full disk
+            except ValueError as error:  # Orbax raises ValueError for a full disk
                 raise OSError(f"{folder}: {error}") from error
         shutil.copy(published.folder / CONFIG, folder / CONFIG)
         sums = {name: checksum(tensor) for name, tensor in tensors.items()}
@@ -340,7 +340,7 @@ def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base
     folder.mkdir()
     try:
         save_file(changed, folder / FILE, sums or None)  # {} would give a broken header
-    except SafetensorError as error:  # the library raises it for a full disk
+    except SafetensorError as error:  # the library raises this error for a full disk
         raise OSError(f"{folder}: {error}") from error
     metadata = {"version": f"{version:06d}", "base_version": f"{base:06d}", **FORMAT}
     write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict.fromkeys(changed, FILE)})
@@ -386,7 +386,7 @@ class Delta:
 
 
 def _undone(tensor: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Returns the tensor with its XOR undone. Raises ValueError and ZstdError for words of another length."""
+    """Returns the tensor with its XOR undone. Raises ValueError or ZstdError for damaged words."""
     # `decompress` would allocate whatever size the frame declares.
     came = zstandard.ZstdDecompressor().stream_reader(words.data).read(tensor.nbytes + 1)
     if len(came) != tensor.nbytes:

@@ -1,12 +1,12 @@
 """The Triton kernels of the head: sums of the softmax over the vocabulary, and gradients of a chunk of its logits.
 
 `sharding.vocab` launches them. A program computes logits tile by tile, `[TOKENS, IDS]` float32 in registers, and
-reduces them to sums or turns them into gradients. Scores are logits over the temperature, as logarithms to base 2. The
+reduces them to sums or turns them into gradients. Scores are logits over the temperature, times `log2(e)`. The
 sum of `weight * score`, for the entropy, runs beside the running softmax (Milakov and Gimelshein, arXiv:1805.02867).
 
 Arrays are dense: hidden `[T, D]`, head `[V, D]`; allowed `[V]` int8, filled up with zeros to full tiles; arrays with
-one number for each token `[T]` float32, but targets int32. Tokens are cut into tiles. A group
-of tiles, `vocab.TOGETHER` of them, runs at once.
+one number for each token `[T]` float32, but targets int32. Tokens are cut into tiles;
+`vocab.TOGETHER` tiles make a group of tiles, which run at once.
 
 Only `launch` imports this file; the import fails without Triton.
 """

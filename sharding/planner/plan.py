@@ -113,8 +113,8 @@ def rounds(num_devices: int, degrees: Sequence[int], firsts: Sequence[int]) -> t
 class Deal(NamedTuple):
     """Attention heads as they are dealt to the devices of a group, each of which computes equally many.
 
-    If heads do not divide evenly, zeros fill them up, or several devices get copies of a KV head and each computes a
-    part of its query heads. There are `kv` KV heads after filling up, `copies` copies of each, and `queries` query
+    If heads do not divide evenly, zeros fill them up, or several devices get copies of a KV head and divide
+    the query heads that read it. There are `kv` KV heads after filling up, `copies` copies of each, and `queries` query
     heads for each copy. All copies are cut into `degree` consecutive equal parts.
     """
 
@@ -225,7 +225,7 @@ class Problem:
     memory_limit: float
 
     def plan(self, degrees: Sequence[int], firsts: Sequence[int]) -> ShardPlan:
-        """The plan with its rounds. Raises PlanError if a device gets more than `limits.tokens_per_device`."""
+        """The plan with its rounds. Raises PlanError if a device gets more tokens than `limits.tokens_per_device`."""
         plan = ShardPlan(
             self.num_devices,
             tuple(self.lengths_I.tolist()),
@@ -312,8 +312,8 @@ def pose(
 
 
 def least_load(amounts_I: np.ndarray, num_devices: int, max_degree: int) -> float:
-    """A bound below the largest load of a device under any plan. It is the mean, or more: of the `k * blocks + 1`
-    largest sequences, some `k + 1` share one block of `max_degree` devices."""
+    """A lower bound of the largest load of a device under any plan: the mean, or more. Of the `k * blocks + 1` largest
+    sequences, some `k + 1` share one block of `max_degree` devices."""
     if not len(amounts_I):
         return 0.0
     blocks = num_devices // max_degree

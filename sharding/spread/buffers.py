@@ -1,6 +1,6 @@
 """Lays a microbatch whose sequences are shared by several devices into its buffers.
 
-Every device has one dense row of `T` tokens: its chunks of all its sequence groups, one round after another. A round
+Every device has one dense row of `T` tokens: its chunk of a stream in each round, one round after another. A round
 sees its part of the row as a view: `budget` columns (a static size) from a column that may differ on each device. So
 MLPs compute no padding except the end of the row, whatever the sum of the rounds' budgets.
 """
@@ -62,7 +62,7 @@ class Spread:
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The device and column of every token of a shard plan. `starts` and `counts` are those of `Spread`, `[devices,
-    rounds of the plan]`. The sizes of the buffers are still open; see `needs`.
+    rounds of the plan]`. A layout has no sizes of buffers yet; see `needs`.
     """
 
     plan: ShardPlan
@@ -75,8 +75,8 @@ class Layout:
         return sizes | {name: int(self.counts[:, j].max(initial=1)) for j, name in enumerate(self.names())}
 
     def places(self) -> tuple[np.ndarray, np.ndarray]:
-        """(device, column) of every token, sequence after sequence. Each call computes them anew: process 0 of
-        many has the layouts of a complete step, and needs few of the tokens' places."""
+        """(device, column) of every token, sequence after sequence. Each call computes the places anew:
+        process 0 of several has the layouts of a complete step, and needs few places."""
         first_token = np.cumsum([0, *self.plan.lengths])
         device, column = np.zeros((2, first_token[-1]), np.int64)
         for j, round in enumerate(self.plan.rounds):
@@ -159,8 +159,8 @@ class SizedLayout:
         return tuple(tables)
 
     def padding(self) -> dict[str, float]:
-        """The shares of padding: `mlp` is that of the rows' columns, `all_to_all` that of the sharded rounds' columns,
-        on the device with most tokens in these rounds."""
+        """The shares of padding: `mlp` in the columns of rows, `all_to_all` in the columns of sharded rounds, on the
+        device with most tokens in these rounds."""
         sharded = [j for j, (degree, _) in enumerate(self.rounds) if degree > 1]
         sent = sum(self.rounds[j][1] for j in sharded)
         used = int(self.counts[:, sharded].sum(axis=1).max()) if sharded else 0
@@ -178,7 +178,7 @@ def _round_order(name: str) -> tuple[int, int]:
 def size_weight(name: str) -> float:
     """The cost of a unit of a buffer's size. A column of the row passes all of the decoder and costs 1.
 
-    Sharded rounds are sent; patches and features pass a smaller tower and the wire; exports are few.
+    Sharded rounds are sent; patches and features pass a smaller tower, and are sent; exports are few.
     """
     if name.startswith("round/"):
         return 0.25 if _round_order(name)[0] < -1 else 0.05

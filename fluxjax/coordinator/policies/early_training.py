@@ -1,4 +1,4 @@
-"""Training that begins before a round is over: two helpers, consulted by policies that train in rounds.
+"""Two helpers begin training before a round is over. Policies that train in rounds consult these helpers.
 
 The stream trainer computes gradients of complete groups while other responses are generated (Flexes, section 4.4).
 
@@ -12,7 +12,7 @@ Speculative sync begins to train before a batch is complete, if the batch is pre
 
 Source: Flux, insight 2 and its table ("predicts long-tail rollouts, starts training early"). The gradients of the
 complete groups take some time. If the missing responses are predicted to end within that time, with at least the set
-confidence, these gradients are computed now, on the trainer's devices; the update waits for the missing groups. So
+confidence, these gradients are computed at once, on the trainer's devices; the update waits for the missing groups. So
 training stays exactly as on-policy as without the helper. A wrong prediction costs only time, and only if engines and
 trainer share devices: the running responses then end later.
 """
@@ -124,8 +124,8 @@ class SpeculativeSync:
 
 
 def probability(coordinator: Coordinator, seconds: float) -> float:
-    """Returns the predicted probability that the batch's missing groups are complete within `seconds`; their rewards
-    may arrive later. If more prompts run than are needed, the likeliest prompts count."""
+    """Returns the predicted probability that the batch's missing groups are complete within `seconds`; the groups'
+    rewards may arrive later. If more prompts run than are needed, the likeliest prompts count."""
     ledger = coordinator.ledger
     missing = coordinator.settings.prompts_per_step - ledger.count(
         PromptStage.COMPLETE, PromptStage.SCORED, PromptStage.TRAINING

@@ -83,7 +83,7 @@ def _encode_items(values: Iterable[Any], encode_object: Callable[[Any], Any]) ->
 def decode(data: Any, object_at: Callable[[int], Any] = _refuse) -> Any:
     """Returns the value that `encode` was given; `object_at(n)` returns the object of `{"object": n}`.
 
-    Raises `NotPlain` for anything that `encode` does not write.
+    Raises `NotPlain` for data that are not of this protocol.
     """
     if data is None or isinstance(data, bool | int | float | str):
         return data
@@ -109,7 +109,7 @@ def decode(data: Any, object_at: Callable[[int], Any] = _refuse) -> Any:
 
 
 def write(pipe: BinaryIO, message: Any) -> None:
-    """Writes a result of `encode` as one line. Raises `NotPlain` if it is nested too deep, or too long."""
+    """Writes a result of `encode` as one line. Raises `NotPlain` if the result is nested too deep, or too long."""
     try:
         line = json.dumps(message).encode()
     except (RecursionError, ValueError) as error:
