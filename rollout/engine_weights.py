@@ -243,7 +243,7 @@ class EngineLayout:
     """The devices that one engine computes on, and the way its arrays lie on them.
 
     A dimension is cut into as many parts as the largest power of two, up to the number of devices, that divides it. If
-    parts are fewer than devices, a part is on several devices: with 2 KV heads and 4 devices, each head is on 2 devices.
+    parts are fewer than devices, a part is on several devices: of 2 KV heads and 4 devices, a head is on 2 devices.
     """
 
     devices: tuple[Device, ...]
