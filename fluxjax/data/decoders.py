@@ -134,8 +134,8 @@ class DecoderPool:
         self.load, self.close = self._workers.load, self._workers.close
 
     def decode(self, job: DecodeJob, keep: Keep, *, urgent: bool = False) -> Medium:
-        """Decodes a job in one of the processes, urgent jobs before others. Raises MediaError, and DataError if no
-        process can be started."""
+        """Decodes a job in one of the processes, urgent jobs before others. Raises MediaError, the errors of `keep`,
+        and DataError if no process can be started."""
         try:
             return self._attempt(job, keep, urgent)
         except WorkerEnded as error:  # the file may not be the cause

@@ -84,7 +84,7 @@ class CodeReward(BuiltIn):
     python: str = ""  # the interpreter of tests and code; empty: this process's interpreter
     packages: bool = False  # tests and code may import site packages; the interpreter then starts more slowly
     slots: int = positive(8)  # responses that are tested at a time
-    # Limits of each process; `time_limits` replaces the time, and a program's expected output adds to `output`.
+    # Limits of a job; `time_limits` replaces the time, and a program's expected output adds to `output`.
     limits: SandboxLimits = dataclasses.field(default_factory=SandboxLimits, metadata=_OBJECT)
     time_limits: TimeLimits = dataclasses.field(default_factory=TimeLimits, metadata=_OBJECT)
     seconds: float = positive(45.0)  # seconds for all inputs of a program together; below the bound of kind `code`
