@@ -8,8 +8,8 @@ With a server (SGLang, or rollout.serve), the trainer and the server get the sam
 video. The first part that differs, in the order of cause, is named with the likely fix: see docs/doctor.md. The
 trainer's model is computed here: JAX_PLATFORMS=cpu leaves the server's GPU alone. FLUXJAX_TOKEN is the server's token.
 
-A line a check: ok, differs, or cannot be asked, and why. Exit status: 0, 1 if something differs, 2 for wrong arguments
-or a server that can't be reached.
+Each check prints a line: ok, differs, or cannot be asked, and why. Exit status: 0, 1 if something differs, 2 for
+arguments, a checkpoint or a server that can't be used.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Reports what a run needs of each device, without the devices: its real programs, compiled on this machine's CPU.
+"""Reports what a run needs of each device, without the devices: compiles the run's programs on this machine's CPU.
 
     python -m fluxjax.preflight --config=configs/qwen2_5_vl_7b.py --topology 1x8xh100
     python -m fluxjax.preflight --config=configs/qwen2_5_vl_7b.py --topology 1x8xh100 --layers 2 --json
     python -m fluxjax.preflight --config=configs/qwen2_5_7b.py --topology 1x8xh100 --config.rollout.slots=128
 
 Compiles the largest shape of each program (gradients of a microbatch, update, log-probs, prefill, decode) for GPUs
-that are only described: no weights, data or GPU are needed. Prints memory a device by kind, collectives and how many of
-them nothing hides, host memory for loading, the longest row that fits, and settings that would fit where these do not.
+that are only described: no weights, data or GPU are needed. Prints memory a device by kind, all collectives and those
+that nothing hides, host memory for loading, the longest row that fits, and settings that would fit if these do not.
 
   --topology HOSTSxDEVICESxKIND   the devices, such as 1x8xh100; kinds are those in fluxjax/sizing/targets
   --layers N                      compile N and 2N decoder layers only, and extrapolate: quicker for deep models
@@ -14,11 +14,11 @@ them nothing hides, host memory for loading, the longest row that fits, and sett
                                   models need none (fluxjax/sizing/models)
   --out FILE                      the picture; by default preflight.png in config.run_dir, or runs/preflight-NAME.png
   --json                          print one line of JSON instead of tables: fits, peak_gib, memory_gib, ...
-  --aot-folder FOLDER             a folder with jax-cuda12-plugin and jax-cuda12-pjrt, or those of CUDA 13, if not in
-                                  the environment (or the variable FLUXJAX_AOT); `bash scripts/test.sh aot` makes one
+  --aot-folder FOLDER             a folder with jax-cuda12-plugin and jax-cuda12-pjrt, or the same for CUDA 13, if not
+                                  in the environment (or the variable FLUXJAX_AOT); `bash scripts/test.sh aot` makes one
 
-Exit status: 0 if it fits, 1 if not, 2 for what the user can mend. JAX may use 95 % of a device's memory here, or what
-XLA_PYTHON_CLIENT_MEM_FRACTION says; tell a run the same, since by itself JAX takes 75 %.
+Exit status: 0 if the run fits, 1 if not, 2 for what the user can mend. JAX may use 95 % of a device's memory here, or
+what XLA_PYTHON_CLIENT_MEM_FRACTION says. Set this variable for the run, too: without it, JAX takes 75 %.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Hugging Face checkpoint folders: `config.json` and safetensors, one file or several with an index.
 
-Weights are read tensor by tensor. Each goes to its devices before the next is read, so that the host holds at most
-two tensors beside the finished parameters. Weights are written tensor by tensor, too, by `write_weights`: the library's
-own writer needs all tensors of a file at once.
+Weights are read tensor by tensor. A tensor goes to its devices before the next tensor is read, so that the host holds
+at most two tensors of weights. `write_weights` writes tensor by tensor, too: the writer of safetensors needs all
+tensors of a file at once.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ class _Files:
         return self.folder / self.where.get(name, INDEX if len(self.open) > 1 else next(iter(self.open)))
 
     def check_dtypes(self) -> None:
-        """Raises CheckpointError, naming the tensor, for a quantised tensor, before any tensor is read."""
+        """Raises CheckpointError, naming the tensor, for a dtype that is not in `DTYPES`, as of a quantised tensor."""
         for name, file in self.where.items():
             dtype = self.open[file].get_slice(name).get_dtype()
             if dtype not in DTYPES.values() and not name.endswith(IGNORED_SUFFIXES):
@@ -94,7 +94,7 @@ class _Files:
                 )
 
     def carried(self, prefix: str) -> dict[str, np.ndarray]:
-        """The tensors whose names begin with `prefix` (none if it is empty), by name."""
+        """The tensors whose names begin with `prefix`, by name; no tensors if `prefix` is empty."""
         names = [name for name in self.where if prefix and name.startswith(prefix)]
         return {name: self.open[self.where[name]].get_tensor(name) for name in sorted(names)}
 
@@ -114,7 +114,7 @@ class _Files:
 
 
 def _check_names(files: _Files, names: list[TensorName], carried: Collection[str]) -> None:
-    """Raises CheckpointError for a missing or unexpected tensor, before any large tensor is read."""
+    """Raises CheckpointError for a missing or unexpected tensor."""
     wanted = {name for entry in names for name in entry.full_names} | set(carried)
     for name in sorted(wanted - files.where.keys()):
         raise CheckpointError(f"{files.path(name)}: tensor {name} is missing")
@@ -127,8 +127,8 @@ def _check_names(files: _Files, names: list[TensorName], carried: Collection[str
 def _tied_or_not(files: _Files, config: DecoderConfig, raw: JsonObject) -> DecoderConfig:
     """The configuration, untied if the files store a head that differs from the embedding.
 
-    transformers ties if config.json says so at the top or in `text_config`. It keeps a stored head that differs from
-    the embedding, but SGLang drops it. Raises CheckpointError unless `false` at the top of config.json settles this.
+    transformers ties if config.json says so at the top or in `text_config`, but keeps a stored head that differs;
+    SGLang drops such a head. Raises CheckpointError for such a head, unless the top of config.json says false.
     """
     if not config.text.tie_word_embeddings or HEAD not in files.where or _is_tied_copy(files, config):
         return config
@@ -179,8 +179,9 @@ def load(
 
     `dtype` casts every weight (float32 masters of a bfloat16 checkpoint); None keeps the dtypes of the checkpoint.
     `shardings(model)` gets the abstract model and returns, in the structure of its parameters, where each weight goes
-    (default: this process's first device). Weights go there directly: the host holds at most two tensors of the files
-    at a time, a device its weights and its share of one tensor. `progress` gets the share of the tensors read so far.
+    (default: this process's first device). Weights go to their devices directly: the host holds at most two tensors of
+    weights at a time, a device its weights and its share of one tensor. `progress` gets the share of the tensors read
+    so far.
 
     Raises CheckpointError naming file and tensor for anything missing, unexpected or mis-shaped, and ModelConfigError
     for architectures and settings that are not supported.
@@ -223,8 +224,8 @@ class StoredTensor:
 def write_weights(file: pathlib.Path, contents: Sequence[StoredTensor], values: Iterable[np.ndarray]) -> None:
     """Writes one value for each of `contents`. Takes values from the iterable one by one, and keeps none.
 
-    The format: the length of the header in eight bytes, the header in JSON, filled up to eight bytes, then the tensors
-    in its order. Raises ValueError for a value of another shape or dtype.
+    The format: the length of the header in eight bytes, the header in JSON, filled up to a multiple of eight bytes,
+    then the tensors in the header's order. Raises ValueError for a value of another shape or dtype.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers reads the framework from it
     end = 0
@@ -261,7 +262,7 @@ def stored(config: DecoderConfig, params: Params, dtype: DTypeLike | None = None
 
 
 def _in_order(config: DecoderConfig, values: Mapping[tuple[str, ...], Any]) -> list[TensorName]:
-    """The names, wide dtypes first: each tensor of a file then begins at a multiple of its own width."""
+    """The names, wide dtypes first: each tensor of a file then begins at a multiple of its item size."""
     return sorted(tensor_names(config), key=lambda entry: -values[entry.path].dtype.itemsize)
 
 
@@ -271,8 +272,8 @@ def save(
     """Writes `config.json` and safetensors that `transformers`, SGLang and `load` read.
 
     `dtype` casts every weight; None writes weights bit for bit. Tensors that the model carries (`config.carried`) are
-    never cast. Beside the model, the host holds one tensor. Files are replaced one by one, `config.json` last; older
-    weight files are removed.
+    never cast. Beside the model, the host holds one tensor. Older weight files are removed when all new ones
+    are written; `config.json` is written last.
     """
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -310,7 +311,7 @@ def save(
 
 
 def _with_dtype(config: JsonObject, stored: str) -> JsonObject:
-    """The dictionary with the weights' dtype in every field that names a dtype; the top has at least one such field."""
+    """The dictionary with the weights' dtype in every field that names a dtype; the top gets one if it has none."""
     said = ("dtype", "torch_dtype")
     top: dict[str, Any] = {} if any(config.get(key) for key in said) else {"torch_dtype": stored}
     for section in ("text_config", "vision_config"):

@@ -100,7 +100,7 @@ class ModelInput:
 
     @functools.cached_property
     def frame_edges(self) -> list[int]:
-        """The first patch of each frame pair, and the number of patches; empty without media."""
+        """The first patch of each frame pair, and at the end the number of patches; empty without media."""
         if self.vision is None:
             return []
         inner = np.flatnonzero(np.diff(self.vision.frame_segments_P)) + 1
@@ -115,7 +115,7 @@ class ModelInput:
 
 class OutlinedInput:
     """The sizes of a prepared prompt without its much larger arrays. `laid_out` makes the arrays again.
-    A plan reads `len`, `patches_PX`, `frame_bound`, `frame_edges` and `shown`, as of a `ModelInput`."""
+    Plans need only `len`, `patches_PX`, `frame_bound`, `frame_edges` and `shown`, which a `ModelInput` has, too."""
 
     __slots__ = ("_again", "_edges", "_known", "_tokens", "_where", "_which", "frame_bound", "patches_PX")
 
@@ -169,15 +169,15 @@ class PackedTokens:
     `predecessor_BT[t]` is the index in the row of the token whose hidden state predicts token `t`: `t - 1`,
     or, for the first token of a response, the last token of its prompt.
 
-    With several data shards, rows are divided evenly over them in order, and so is `vision`'s patch axis;
-    `feature_index_BT` counts from the start of the shard's own features (after routing, if they are routed).
+    Rows, and the patch axis of `vision`, are divided evenly over the data shards, in order;
+    `feature_index_BT` counts from the start of the shard's own features (after routing, if features are routed).
 
     A `spread` says that devices share sequences; each device then has one row. An index in the row then means, in the
     rules above, an index in the stream of the devices that share the sequence. Segments are numbered through all rows,
     and a predecessor of `T` or more is a hidden state that another device exports.
 
     `temperatures_BT` is each token's sampling temperature, if tokens differ in it. `runs` is the table that layers with
-    Gated DeltaNet need; no other model has it. Rows with a `spread` have tables in `Spread.runs` instead.
+    Gated DeltaNet need, None for other models. Rows with a `spread` have tables in `Spread.runs` instead.
     """
 
     tokens_BT: Int32[AnyArray, "B T"]
@@ -192,8 +192,8 @@ class PackedTokens:
     runs: PackedRuns | None = None
 
     def with_runs(self, chunks: int = 0) -> PackedTokens:
-        """These rows with their table of runs, of `chunks` chunks a row (0: as many as needed). All arrays are those of
-        the host."""
+        """These rows with their table of runs, of `chunks` chunks a row (0: as many as needed). Arrays must be
+        on the host."""
         return dataclasses.replace(self, runs=packed_runs(self.segments_BT, self.branches_BT, chunks))
 
 
@@ -220,7 +220,7 @@ def _renumbered(segments: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def pad(vision: VisionInput, num_patches: int) -> VisionInput:
-    """`vision` with padding (segment 0, zero pixels) at the end, `num_patches` in all; ValueError if it has more."""
+    """`vision`, padded (segment 0, zero pixels) to `num_patches`. Raises ValueError if `vision` has more patches."""
     missing = num_patches - vision.num_patches
     if missing < 0:
         raise ValueError(f"{vision.num_patches} patches do not fit into {num_patches}")
@@ -230,7 +230,7 @@ def pad(vision: VisionInput, num_patches: int) -> VisionInput:
 
 
 def cut(vision: VisionInput, start: int, stop: int) -> VisionInput:
-    """The patches `start .. stop` by themselves: whole frame pairs."""
+    """The patches `start .. stop - 1` by themselves; they must be complete frame pairs."""
     part = jax.tree.map(lambda x: x[start:stop], vision)
     return dataclasses.replace(part, frame_bound=frame_bound(part.frame_segments_P))
 
@@ -247,7 +247,7 @@ def blank(num_patches: int, patch_values: int) -> VisionInput:
 
 
 def side_by_side(shards: Sequence[VisionInput], bound: int, way: ExchangeRoute | None = None) -> VisionInput:
-    """The buffers of all shards along one axis; segment ids stay each shard's own."""
+    """The buffers of all shards along one axis; segment ids are not renumbered."""
     if len(shards) == 1:
         return dataclasses.replace(shards[0], frame_bound=bound, route=way)
     arrays = {name: np.concatenate([getattr(shard, name) for shard in shards]) for name in ARRAYS}
@@ -255,5 +255,5 @@ def side_by_side(shards: Sequence[VisionInput], bound: int, way: ExchangeRoute |
 
 
 def common_bound(inputs: Iterable[PromptInput]) -> int:
-    """The largest `frame_bound` of the inputs. It is static: each different value would be compiled anew."""
+    """The largest `frame_bound` of the inputs. The bound is static: each bound needs another program."""
     return max((prompt.frame_bound for prompt in inputs), default=1)

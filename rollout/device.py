@@ -1,4 +1,4 @@
-"""The device side of the embedded engine: weights, cache, prefill and decoding. One thread at a time uses it."""
+"""The device side of the embedded engine: weights, cache, prefill and decoding. One thread at a time uses a state."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """New tokens that the device may still compute; `lost` as in `NewTokens`."""
+    """New tokens, perhaps not computed yet; `lost` as in `NewTokens`."""
 
     slots_B: np.ndarray
-    parts: Sequence[Sequence[jax.Array]]  # padded tokens, log-probs and counts of the slots, one part behind another
+    parts: Sequence[Sequence[jax.Array]]  # of each part of the slots: padded tokens, log-probs and counts
     sizes: Sequence[int]  # slots of each part
     lost: Mapping[str, Exception] = dataclasses.field(default_factory=dict)
 
     def read(self) -> NewTokens:
-        """Waits for the device. Raises what its computation raised."""
+        """Waits for the device. Raises what the computation raised."""
         parts = [[x[:size] for x in part] for part, size in zip(jax.device_get(self.parts), self.sizes, strict=True)]
         nothing = np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32), np.zeros(0, np.int32)
         joined = map(np.concatenate, zip(*parts, strict=True)) if parts else nothing
@@ -70,7 +70,7 @@ class NewTokens:
 
     @property
     def finite_B(self) -> np.ndarray:
-        """A boolean for each slot: all its log-probs are finite. Other slots have arbitrary tokens."""
+        """Says for each slot whether all log-probs that count are finite; if not, the slot's tokens are arbitrary."""
         counted_BR = np.arange(self.tokens_BR.shape[1]) < self.count_B[:, None]
         return (np.isfinite(self.logprobs_BR) | ~counted_BR).all(axis=1)
 
@@ -145,7 +145,7 @@ class DeviceState:
 
     def disk_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Returns (name, tensor) of every weight, in the checkpoint layout that servers read and in the served dtype.
-        These are the present weights, which stay in memory until the iterator has ended."""
+        The present weights stay in memory until the iterator has ended. Raises EngineError if there are no weights."""
         params = self.params
         if params is None:
             raise EngineError("the engine has no weights")
@@ -183,10 +183,10 @@ class DeviceState:
             raise
 
     def start(self, plan: StartPlan) -> Unread:
-        """Prefills prompts into pages and samples the first token of each sample that is complete.
+        """Prefills prompts into pages and samples the first token of each sample whose prompt is complete.
 
-        If a request's pixels can't be fetched, it is computed with blank pixels, so that no other request suffers. Its
-        tokens mean nothing, and it is in `lost`."""
+        If a request's pixels can't be fetched, blank pixels are computed instead, so that no other request suffers. The
+        request's tokens mean nothing, and `lost` has its error."""
         lost, slots, parts = dict[str, Exception](), [np.zeros(0, np.int32)], []
         for step in plan:
             rows, hidden_BTD = step.batch.outputs = step.batch.outputs or self._prefill(step.batch, lost)
@@ -229,7 +229,7 @@ class DeviceState:
         return dataclasses.replace(batch.inputs, vision=dataclasses.replace(vision, patches_PX=patches_PX))
 
     def _fetch(self, rid: str, tensor: ShadowTensor, into_PX: np.ndarray, lost: dict[str, Exception]) -> None:
-        """Fills in the patches of a request. Failed fetches leave them blank, and add the request to `lost`."""
+        """Fills in the patches of a request. A failed fetch leaves blank patches, and adds the request to `lost`."""
         try:
             assert self.pixels is not None, "requests are checked"
             if rid not in lost:
@@ -238,7 +238,7 @@ class DeviceState:
             lost[rid] = error
 
     def _features(self, work: FeatureWork, lost: dict[str, Exception]) -> jax.Array:
-        """Computes the planned groups of frame pairs one after another; returns the features of the prompt."""
+        """Computes the planned groups of frame pairs one after another; returns the prompt's features so far."""
         kept = work.kept
         for number in work.groups:
             group, patches = kept.groups[number], kept.patches(number)
@@ -258,7 +258,7 @@ class DeviceState:
         return kept.rows
 
     def decode(self, plan: RoundPlan) -> Unread:
-        """Decodes the tokens of a round, behind the last tokens that the turns before leave on the device."""
+        """Decodes the tokens of a round. The first inputs are the tokens that earlier turns left in `last_N`."""
         slots_B, batch = plan
         self.shapes.add(("decode", (*batch.pages_BC.shape, *_ids(batch.sampling))))
         self.cache, self.last_N, *new = self.programs.decode(self.params, self._ready_cache(), self.last_N, batch)
@@ -266,7 +266,7 @@ class DeviceState:
 
     def room(self, share: float, unknown: int) -> int:
         """The tokens that fit a cache, beside the states of all slots, in `share` of the free memory of the fullest
-        device; if that isn't reported, in `unknown` bytes."""
+        device. A device that reports no memory counts with `unknown` bytes."""
         room: list[int] = []
         for device in self.layout.devices:
             memory = device.memory_stats() or {}

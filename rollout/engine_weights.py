@@ -1,13 +1,13 @@
-"""The weights of an embedded engine: each layer has arrays of its own, on the devices that compute together.
+"""The weights of an embedded engine: each layer has arrays of its own, on the engine's devices.
 
-A decode step reads every weight once, and memory traffic limits its speed. A program that takes a layer out of a stack
-copies its weights first: it reads, writes and reads them again, three times the traffic. The matrices of the layers
-have their outputs first (`engine_model`): on a CPU, the products of few rows, as in decoding, then take half the time.
-The weights are copied in any case, so that this order costs nothing.
+A decode step reads every weight once, and memory traffic limits the speed. A program that takes a layer out of a stack
+copies the layer's weights first: these are read, written and read again, three times the traffic. The matrices of the
+layers have their outputs first (`engine_model`): on a CPU, the products of few rows, as in decoding, then take half the
+time. The weights are copied in any case, so that this order costs nothing.
 
 With several devices, attention is cut by heads, an MLP by its inner width, so that a layer needs a sum after attention
 and a sum after the MLP; embedding and head are cut by the vocabulary. The compiler divides the programs accordingly
-(GSPMD); they say nothing about devices.
+(GSPMD); the programs say nothing about devices.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from sharding.weights import WeightSpec, by_path, map_weights
 from .engine import EngineError
 
 T = TypeVar("T")
-CUT = frozenset("NKFV")  # heads, KV heads, inner width of an MLP, vocabulary; no weight has two of them
+CUT = frozenset("NKFV")  # heads, KV heads, inner width of an MLP, vocabulary; no weight has two of these axes
 TOGETHER = 16 << 20  # bytes of weights copied by one call: a call takes longer than the copy of a small weight
-LayerParams: TypeAlias = dict[str, Any]  # as `models.split` has them, but each kind of layers is a list of layers
+LayerParams: TypeAlias = dict[str, Any]  # weights as of `models.split`, but each kind of layers is a list of layers
 
 # Engines copy the same weights at once, each in its thread. JAX lists the shards of an array when first asked, and two
 # threads that ask together may get lists that are too short or too long.
@@ -55,8 +55,8 @@ def served(config: DecoderConfig) -> DecoderConfig:
 
 
 def on_host(model: Decoder) -> Params:
-    """Shardings of weights from disk, on the host if JAX has a CPU backend. An engine then moves the weights to its
-    devices piece by piece, and frees its old weights meanwhile."""
+    """Shardings for weights that are read from disk, on the host if JAX has a CPU backend. An engine then moves the
+    weights to its devices piece by piece, and frees its old weights meanwhile."""
     try:
         place = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS=cuda
@@ -75,7 +75,7 @@ def check_shapes(served: Mapping[str, Any], params: Mapping[str, Any]) -> None:
         if name not in params or name not in served:
             raise EngineError(f"weight {name} is {'missing' if name in served else 'none of those that are served'}")
         shape, dtype = getattr(params[name], "shape", None), getattr(params[name], "dtype", None)
-        if shape != served[name].shape or dtype is None:  # None: no array at all
+        if shape != served[name].shape or dtype is None:  # no dtype: not an array
             raise EngineError(f"weight {name} has shape {shape}, the engine serves {served[name].shape}")
 
 
@@ -116,10 +116,10 @@ def split_layers(
 ) -> LayerParams:
     """Returns the weights `params` (`models.split`) by layers; all copies are complete when this returns.
 
-    `dtype` casts the weights (None: not cast). `stacked` has the shardings of whole stacks on the engine's devices,
-    `whole` the shardings of the result, by layers. Layers are copied, and their `matrices` get outputs first. Any other
-    array is shared if dtype and sharding are right already. Each weight leaves `old` before its replacement is made,
-    so that only one weight at a time, or a few small ones, are on the devices twice.
+    `dtype` casts the weights (None: not cast). `stacked` has the shardings of weights with complete stacks on the
+    engine's devices, `whole` the shardings of the result. Layers are copied; those in `matrices` get outputs first. Any
+    other array is shared if dtype and sharding are right already. Each weight leaves `old` before its replacement is
+    made, so that only one weight at a time, or a few small ones, are on the devices twice.
     """
     stacks = {kind: layers for kind, layers in whole.items() if isinstance(layers, list)}
     places, targets = by_path(stacked), by_path({**whole, **{kind: layers[0] for kind, layers in stacks.items()}})
@@ -163,14 +163,14 @@ def portions(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Itera
 
 
 def _as_served(weight: jax.Array | np.ndarray, dtype: DTypeLike | None, sharding: Sharding) -> bool:
-    """Says whether the engine can serve this very array. It can't serve a numpy array, which may still change."""
+    """Says whether the engine can serve this very array. A numpy array may still change, and is copied."""
     if not isinstance(weight, jax.Array) or (dtype is not None and weight.dtype != dtype):
         return False
     return weight.sharding.is_equivalent_to(sharding, weight.ndim)
 
 
 def _placed(weight: jax.Array | np.ndarray, dtype: DTypeLike | None, sharding: Sharding) -> jax.Array:
-    """The weight in `dtype`, cast before it moves, so that as many bytes move as are served."""
+    """The weight in `dtype` and `sharding`, cast before it moves, so that no more bytes move than are served."""
     with _placing:
         if dtype is not None and weight.dtype != dtype:
             weight = _cast(weight, dtype) if isinstance(weight, jax.Array) else weight.astype(dtype)
@@ -228,7 +228,7 @@ def engine_model(model: Decoder) -> tuple[Decoder, dict[tuple, int]]:
 
 
 def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tuple[Decoder, list[Any]]:
-    """Returns (the model, its layers in order). In place of a stack, the model itself has the first layer of a kind."""
+    """Returns (the model, its layers in order). In place of a stack, the model has the first layer of the kind."""
     stacks = {kind: layers for kind, layers in params.items() if isinstance(layers, list)}
     parts: list[Decoder] = [
         models.merge(graphdef, {**params, **{kind: layers[min(i, len(layers) - 1)] for kind, layers in stacks.items()}})
@@ -243,7 +243,7 @@ class EngineLayout:
     """The devices that one engine computes on, and the way its arrays lie on them.
 
     A dimension is cut into as many parts as the largest power of two, up to the number of devices, that divides it. If
-    parts are fewer than devices, each part is on several: each of 2 KV heads on 2 of 4 devices, with its query heads.
+    parts are fewer than devices, a part is on several devices: of 2 KV heads and 4 devices, a head is on 2 devices.
     """
 
     devices: tuple[Device, ...]

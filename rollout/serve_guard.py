@@ -26,7 +26,7 @@ def error_json(message: str, status: int) -> Json:
 
 
 class AsciiJSON(JSONResponse):
-    """JSON in ASCII: it can repeat any text of a client, even half of a surrogate pair."""
+    """JSON in ASCII, which can repeat any text of a client, even half of a surrogate pair."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content).encode()
@@ -37,8 +37,8 @@ def error_response(message: str, status: int) -> JSONResponse:
 
 
 class Guarded:
-    """Answers 401 to requests without the token (GET /health needs none), and closes their connections; 413 to a body
-    of more than `most` bytes, without reading the rest; and 503 to all requests while the server stops."""
+    """Answers 401 to requests without the token, except GET /health, and closes their connections; 413 to a body of
+    more than `most` bytes, without reading the rest; and 503 to all requests while the server stops."""
 
     def __init__(self, app: ASGIApp, token: str, stopping: Callable[[], bool], most: int = MOST) -> None:
         self._app, self._stopping, self._most = app, stopping, most
@@ -77,7 +77,7 @@ def health_route(path: str = "/health") -> Route:
     """The route that answers as long as the process runs."""
 
     async def health(request: Request) -> Response:
-        return Response(headers={"connection": "close"})  # strangers may ask, too
+        return Response(headers={"connection": "close"})  # clients without the token keep no connection
 
     return Route(path, health, methods=["GET"])
 

@@ -34,7 +34,7 @@ def doubling(size: int, least: int, most: int | None = None) -> int:
 
 
 def geometric(size: int, least: int) -> int:
-    """The smallest of `least, 1.5 least, 2 least, 3 least, ...` that holds `size`: 16, 24, 32, 48, 64, 96, ..."""
+    """The smallest of `least, 1.5 least, 2 least, 3 least, ...` that holds `size`; for 16: 16, 24, 32, 48, 64, ..."""
     bucket = doubling(size, least)
     if bucket > least and size <= bucket * 3 // 4:
         bucket = bucket * 3 // 4
@@ -109,12 +109,12 @@ def seed_words(seed: int) -> tuple[int, int]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeRound:
-    """Samples to decode. Their last token, which the device keeps by slot, is not in the cache yet: it is the first
-    input. If the device found that a sample has ended, its row does nothing."""
+    """Samples to decode. A row's first input is the sample's last token, which the device keeps by slot. The cache does
+    not have this token yet. If the device found that a sample has ended, the sample's row does nothing."""
 
     pages_BC: Int[AnyArray, "B C"]  # pages of each sample, filled up with pages out of range
     entries_BR: Int[AnyArray, "B R"]  # entries for the tokens of the longest round, numbered through all pages
-    steps: Int[AnyArray, ""]  # most tokens a sample of this round; entries behind them are not written
+    steps: Int[AnyArray, ""]  # most tokens that a sample gets in this round; further entries are not written
     slot_B: Int[AnyArray, " B"]  # out of range in padding
     position_B: Int[AnyArray, " B"]  # rotary position of the last token
     length_B: Int[AnyArray, " B"]  # entries in the cache
@@ -170,12 +170,12 @@ class SlotTable:
 
     @property
     def tokens_N(self) -> np.ndarray:
-        """The tokens of each slot's response behind the turns that were dispatched, if no stop id comes."""
+        """The number of tokens of each slot's response after all dispatched turns, if no stop id comes."""
         return self.produced_N + self.unread_N
 
     def wanted_pages(self, slots_B: np.ndarray, steps: int) -> np.ndarray:
-        """The pages that each slot's sample needs for `steps` more tokens, or up to its limit. The last token's keys
-        and values are never cached, so it needs no room."""
+        """The pages that each slot's sample needs for `steps` more tokens, or up to its limit. The last
+        token's keys and values are not cached."""
         tokens_B = self.tokens_N[slots_B] + steps
         entries_B = np.minimum(tokens_B, self.limit_N[slots_B]) + self.prompt_N[slots_B] - 1
         return -(-entries_B // PAGE_TOKENS)
@@ -196,7 +196,7 @@ class SlotTable:
         return stop_B, self.produced_N[slots_B] >= self.limit_N[slots_B]
 
     def sampling(self, slots_B: np.ndarray, size: int) -> SlotSampling:
-        """The sampling parameters of these slots, filled up to `size` rows with slot 0's (never read)."""
+        """The sampling parameters of these slots, filled up to `size` rows with those of slot 0, which nobody reads."""
         slots_B = np.pad(slots_B, (0, size - len(slots_B))).astype(np.int32)
         limited_N = (self.temperature_N > 0) & ((self.top_p_N < 1) | (self.top_k_N > 0))
         return SlotSampling(
@@ -211,8 +211,8 @@ class SlotTable:
         )
 
     def round(self, slots_B: np.ndarray, size: int, steps: int, longest: int) -> DecodeRound:
-        """The input of the decode program for `steps` of at most `longest` tokens, filled up to `size` rows that do
-        nothing. Rounds of all lengths have equal shapes: one program serves them."""
+        """The input of the decode program for a round of `steps` tokens, filled up to `size` rows that do nothing.
+        Shapes depend on `longest`, the most tokens of a round, not on `steps`: one program serves all rounds."""
         padding = size - len(slots_B)
         tokens_B = self.tokens_N[slots_B]
         cached_B = self.prompt_N[slots_B] + tokens_B - 1  # the last token is the round's first input

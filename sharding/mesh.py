@@ -81,8 +81,8 @@ def group_axes(axes: tuple[str, ...], degree: int) -> tuple[str, ...]:
 # `spread.ulysses` computes attention in rounds and exchanges tokens meanwhile. By default XLA has one collective under
 # way: a round's second all-to-all, or a gather of weights, delays the first all-to-all of the next round. XLA also
 # starts collectives as late as estimates allow, and estimates loops over tiles as 0 s: in the backward pass an
-# all-to-all starts after the attention that should hide it. Schedules compiled for 8 H100 by jax 0.10.2 showed both.
-# All collectives get one queue (`operation_queue_id`), that is, they still run in program order.
+# all-to-all starts after the attention that should hide it. Schedules compiled for 8 H100 by jax 0.10.2 had both.
+# XLA gives all collectives one queue (its `operation_queue_id`): collectives still run in program order.
 GPU_OVERLAP: Mapping[str, int | bool] = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
@@ -116,8 +116,8 @@ _given: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target",
 
 
 def target() -> Target:
-    """Returns the target of `compiling_for`, or else of the first local device. If either this target or the mesh in
-    use is a GPU, but not both, returns a target of the mesh's platform without capability."""
+    """Returns the target of `compiling_for`, or else of the first local device. If only one of this target
+    and the mesh in use is a GPU, returns a target of the mesh's platform without capability."""
     found = _given.get() or Target.of(jax.local_devices()[0])
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
@@ -139,7 +139,7 @@ def compiling_for(target: Target) -> Iterator[None]:
 def runs_triton(*arrays: Array | jax.ShapeDtypeStruct, multiple: int = 1, most: int | float = math.inf) -> bool:
     """Says, while a program is traced, whether a Triton kernel can compute with these arrays.
 
-    It can if the target is an NVIDIA GPU since Ampere, jax-triton can be imported, all arrays are bfloat16 or all
+    A kernel can if the target is an NVIDIA GPU since Ampere, jax-triton can be imported, all arrays are bfloat16 or all
     float32, and the last dimension of the first array is a multiple of `multiple`, and at most `most`.
     """
     device, width = target(), arrays[0].shape[-1]

@@ -6,12 +6,12 @@ form: tokens that a behaviour policy sampled, each with a weight version. So eac
 
     w = C(proximal / behaviour) * decay**lag
 
-The proximal policy is the trainer's at the start of the training step. With one optimizer step, it equals the policy,
-as a constant; with several, its log-probs are computed once, before the first (`TrainBatch.proximal_logprobs_BT`).
+The proximal policy is the trainer's at the start of the training step. If that step has one optimizer step,
+proximal log-probs are the policy's, as constants. Otherwise they are in `TrainBatch.proximal_logprobs_BT`.
 `lag` counts the versions (training steps) since the token's version; newer segments weigh more. C (`cfg.kind`)
-is the identity, or `min(., high)` (truncated importance sampling, Yao et al., "Your efficient RL framework secretly
-brings you off-policy RL training", 2025), or 0 outside [low, high] (IcePop, Ling team, 2025). At the level of sequences
-the geometric mean over the response stands for each of its tokens' ratios (GSPO, arXiv:2507.18071, equation 7).
+is the identity, or `min(ratio, high)` (truncated importance sampling, Yao et al., "Your efficient RL framework secretly
+brings you off-policy RL training", 2025), or 0 outside [low, high] (IcePop, Ling team, 2025). At the level of
+sequences, each token has the geometric mean of its response's ratios (GSPO, arXiv:2507.18071, equation 7).
 
 With `decoupled`, a clipped objective bounds how far the policy moves from the proximal policy, and w corrects for all
 other differences (Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298, section 5.2):
@@ -38,14 +38,14 @@ from ..config import AlgorithmConfig, Importance, ImportanceConfig, ImportanceLe
 
 LIMIT = 20.0  # nats; larger log-ratios count as this limit, so that their squares' sum over a step is finite in float32
 
-# The sums that a microbatch adds to its step's sums: see `importance_metrics`.
+# The names of the sums and of the maximum that `importance_tally` returns.
 _SUMS = tuple(f"importance/{name}" for name in ("weights", "squares", "clipped"))
 _SUMS += tuple(f"staleness/{name}" for name in ("kl", "excess", "excess_squares", "lags"))
 TALLIED = (*_SUMS, "staleness/lag_max")
 
 
 def response_weights(lengths: np.ndarray, aggregation: LossAggregation, max_new_tokens: int) -> np.ndarray:
-    """Returns, for each response `i` of a step, the loss weight of its tokens: the step's loss is a weighted sum.
+    """Returns, for each response `i` of a step, the loss weight of a token. Raises ValueError for no tokens.
 
     `lengths` are the numbers of tokens of all responses of the *entire* step. With N responses of lengths |o_i|:
 
@@ -63,7 +63,7 @@ def response_weights(lengths: np.ndarray, aggregation: LossAggregation, max_new_
 
 def normaliser(lengths: np.ndarray, aggregation: LossAggregation, max_new_tokens: int) -> int:
     """Returns the factor of `response_weights`' divisor that is common to all responses: tokens of the step, responses
-    that are not empty, or `N max_new_tokens`. A step's factor is the sum of its parts' factors; 0: nothing to train."""
+    that are not empty, or `N max_new_tokens`. A step's factor is the sum of its parts' factors."""
     lengths = np.asarray(lengths, np.int64)
     if aggregation is LossAggregation.TOKEN_MEAN:
         return int(lengths.sum())
@@ -75,7 +75,7 @@ def normaliser(lengths: np.ndarray, aggregation: LossAggregation, max_new_tokens
 def masked(values_BT: Float[Array, "B T"], trained_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """Sets the value of a token that is not trained on to zero, with zero gradient.
 
-    Apply it *before* any exponential: log-probs at untrained tokens are arbitrary, and `inf * 0` is NaN.
+    Call this function *before* any exponential: log-probs at untrained tokens are arbitrary, and `inf * 0` is NaN.
     """
     return jnp.where(trained_BT, values_BT, 0.0)
 
@@ -85,7 +85,7 @@ def clipped_surrogate(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Returns PPO's pessimistic objective `min(r A, clip(r, 1 - low, 1 + high) A)` (arXiv:1707.06347, equation 7).
 
-    Different bounds are DAPO's clip-higher (arXiv:2503.14476, equation 8). Also returns, for each token, 1.0 if the
+    Different bounds are DAPO's clip-higher (arXiv:2503.14476, equation 8). Also returns, for each token, 1.0 if a
     bound cuts the gradient off, else 0.0.
     """
     clipped_BT = jnp.clip(ratio_BT, 1.0 - clip_low, 1.0 + clip_high)
@@ -108,10 +108,10 @@ def dual_clipped(
 
 
 def kl_estimate(log_ratio: Any, estimator: KlEstimator) -> Any:
-    """Estimates, in numpy or JAX arrays, KL(p || q) for tokens sampled from p, with `d = log q - log p` (Schulman,
-    "Approximating KL Divergence", 2020).
+    """Estimates, in numpy or JAX arrays, KL(p || q) for tokens sampled from p; `log_ratio` is `d = log q - log p`
+    (Schulman, "Approximating KL Divergence", 2020).
 
-    k1 = -d: unbiased, of either sign; as a loss it has no gradient on average, so it is for rewards. k2 = d**2 / 2:
+    k1 = -d: unbiased, of either sign, and for rewards: as a loss, its mean gradient is 0. k2 = d**2 / 2:
     biased, but as a loss its gradient is that of KL(p || q), on-policy. k3 = exp(d) - d - 1: unbiased and never
     negative (GRPO's equation 4 has q = reference).
     """
@@ -189,11 +189,11 @@ def proximal(logprobs_BT: Float[Array, "B T"], batch: TrainBatch) -> Float[Array
 def correction(
     logprobs_BT: Float[Array, "B T"], batch: TrainBatch, cfg: ImportanceConfig
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Returns two factors of a clipped objective: the differentiable log(policy / clipping's centre), and the constant
-    weight; both are 0 for a token that is not trained on. `logprobs_BT` are the policy's.
+    """Returns the differentiable log(policy / centre) and the constant weight of a clipped objective. The centre is the
+    proximal policy if `decoupled`, else the behaviour policy. Tokens that are not trained on have 0 in both results.
 
-    `fluxjax.learner.loss_inputs.with_importance` must have filled in `batch.response_log_ratios_BT` for the level of
-    sequences.
+    `logprobs_BT` are the policy's. At the level of sequences, `fluxjax.learner.loss_inputs.with_importance` must have
+    filled in `batch.response_log_ratios_BT`.
     """
     trained_BT = batch.loss_weights_BT != 0.0
     proximal_BT = proximal(logprobs_BT, batch)
@@ -209,12 +209,12 @@ def correction(
 def importance_tally(
     logprobs_BT: Float[Array, "B T"], batch: TrainBatch, generated_BT: Bool[Array, "B T"], cfg: ImportanceConfig
 ) -> tuple[dict[str, Float[Array, ""]], dict[str, Float[Array, ""]]]:
-    """Returns (sums, maxima) over the tokens of a microbatch that an engine generated, for `importance_metrics`."""
+    """Returns (sums, maxima) over the generated tokens of a microbatch, for `importance_metrics`."""
     proximal_BT = proximal(logprobs_BT, batch)
     own_BT = masked(log_ratio(proximal_BT, batch.behaviour_logprobs_BT), generated_BT)
     log_weight_BT, changed_BT = log_weight(_corrected(proximal_BT, batch, cfg), batch.lags_BT, cfg)
     weight_BT = jnp.where(generated_BT, jnp.exp(log_weight_BT), 0.0)
-    excess_BT = jnp.expm1(own_BT)  # ratio - 1: ratios are near 1, and their variance loses no digits to cancellation
+    excess_BT = jnp.expm1(own_BT)  # ratio - 1: the variance of ratios near 1 loses no digits to cancellation
     lag_BT = jnp.where(generated_BT, batch.lags_BT, 0).astype(jnp.float32)
     clipped_BT = jnp.where(generated_BT, changed_BT, False).astype(jnp.float32)
     summed = weight_BT, weight_BT**2, clipped_BT, kl_estimate(own_BT, KlEstimator.K3), excess_BT, excess_BT**2, lag_BT
@@ -245,7 +245,7 @@ def importance_metrics(tallied: Mapping[str, float], generated: float) -> dict[s
 
 
 def _corrected(proximal_BT: Array, batch: TrainBatch, cfg: ImportanceConfig) -> Array:
-    """Returns the log-ratio that C corrects."""
+    """Returns the log-ratio that C corrects, of each token or of its response."""
     if cfg.level is ImportanceLevel.SEQUENCE:
         return batch.response_log_ratios_BT
     return masked(log_ratio(proximal_BT, batch.behaviour_logprobs_BT), batch.loss_weights_BT != 0.0)

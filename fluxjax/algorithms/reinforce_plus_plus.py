@@ -1,9 +1,9 @@
-"""REINFORCE++ (Hu et al., arXiv:2501.03262): no critic and no group; advantages are normalised over all of a step.
+"""REINFORCE++ (Hu et al., arXiv:2501.03262): no critic; advantages are normalised over all tokens of a step.
 
     A_i = (R_i - mean) / std,     R_i = reward - kl_coefficient * sum_t log(policy / reference)(o_t)
 
 with mean and variance over all tokens of the step; a token has the advantage of its response. The KL term is in the
-reward (section 3; `kl_in_reward`, estimator k1). Here it is the same for all tokens of a response; in the paper,
+reward (section 3; `kl_in_reward`, estimator k1). Here all tokens of a response have the same KL term; in the paper,
 token t has the sum over the tokens from t on. The loss is PPO's clipped loss, as in GRPO. The variant with a baseline
 first subtracts each group's mean, and has the KL term in the loss (estimator k2).
 """
@@ -33,8 +33,8 @@ class ReinforcePlusPlusBaseline(GRPO):
 
 
 def _normalised_over_tokens(groups: Sequence[Group], values: Sequence[np.ndarray]) -> list[Group]:
-    """Normalises to `(value - mean) / sqrt(variance + 1e-8)`, with mean and variance (divisor tokens - 1) over the
-    step's tokens."""
+    """Normalises to `(value - mean) / sqrt(variance + 1e-8)`, with mean and variance over the step's tokens (divisor:
+    tokens - 1)."""
     flat = np.concatenate([*values, np.zeros(0)])
     tokens = np.array([sample.response.num_tokens for group in groups for sample in group.samples], np.int64)
     count = tokens.sum()

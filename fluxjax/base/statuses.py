@@ -12,8 +12,8 @@ from typing import NamedTuple
 @dataclasses.dataclass(frozen=True)
 class HostStage:
     """The time in which a process did one stage: `plan`, `media`, `layout` or `train`. In the statuses of a `Gang`,
-    `start` and `end` are seconds of the reading process's `time.perf_counter`. Between hosts they travel as seconds
-    before the end of the step: clocks differ, and a step ends in all processes at once."""
+    `start` and `end` are seconds of the reading process's `time.perf_counter`. Processes send these times relative to
+    the end of the step: clocks differ, and a step ends in all processes at once."""
 
     name: str
     start: float
@@ -22,11 +22,11 @@ class HostStage:
 
 @dataclasses.dataclass(frozen=True)
 class HostStatus:
-    """The state of a process after a step. `memory_bytes` are resident; `device_memory_bytes` is the peak in use of its
-    fullest device, 0 if the device does not report it. `step` counts training steps since the processes were
+    """The state of a process after a step. `memory_bytes` are resident; `device_memory_bytes` is the peak in use of the
+    fullest device, 0 if no device reports a peak. `step` counts training steps since the processes were
     started. `wait_seconds` are the seconds before and within the step in which the process waited for orders or for the
-    other processes' agreement. `idle` are the seconds of `train` in which its devices waited for other devices, or None
-    (only `odc` measures them)."""
+    other processes' agreement. `idle` are the seconds of `train` in which its devices waited for other devices; None
+    without `odc`, which measures them."""
 
     process: int
     host: str
@@ -62,8 +62,8 @@ def slowest(hosts: Sequence[HostStatus]) -> HostStatus:
 
 @dataclasses.dataclass(frozen=True)
 class PreprocessorStatus:
-    """A preprocessor at one moment. The numbers that the preprocessor reports are some seconds old; their totals
-    continue when it is started again. `memory_bytes` is 0 while it is down."""
+    """A preprocessor at one moment. The numbers that the preprocessor reports are some seconds old; totals
+    continue when the preprocessor is started again. `memory_bytes` is 0 while the preprocessor is down."""
 
     name: str
     up: bool
@@ -86,7 +86,7 @@ class MediumStage(enum.Enum):
 
 
 class Transition(NamedTuple):
-    key: Hashable  # a medium; empty: the transition of a preprocessor
-    place: str  # the preprocessor
+    key: Hashable  # a medium; empty in the transition of a preprocessor
+    place: str  # the preprocessor's name
     stage: MediumStage
     time: float

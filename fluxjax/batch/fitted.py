@@ -20,13 +20,13 @@ from sharding.spread.shapes import round_up
 
 from .share import Piece, Row
 
-MORE = 2  # microbatches tried beyond the least number that could hold all tokens
-GOOD = 1.06  # padded tokens over tokens, below which no further microbatch is tried
-LEAST = 8  # tokens of the shortest row
+MORE = 2  # additional microbatches tried, beyond the fewest that could hold all tokens
+GOOD = 1.06  # cells of rows over tokens, up to which no additional microbatch is tried
+LEAST = 8  # the least length of a row, in tokens
 
 
 def lengths_between(shortest: int, longest: int) -> list[int]:
-    """Returns the possible lengths of rows, ascending: from the first that holds `shortest` tokens to `longest`."""
+    """Returns the possible lengths of rows, ascending, from the least that holds `shortest` tokens up to `longest`."""
     lengths, length = [], round_up(max(shortest, LEAST), longest)
     while length < longest:
         lengths.append(length)
@@ -49,11 +49,11 @@ class Fit:
         return np.unique(self.where // self.rows).tolist()
 
     def columns(self) -> int:
-        """Returns the sum of the row lengths of the microbatches."""
+        """Returns the sum of the row lengths of the `used` microbatches."""
         return sum(self.lengths[k] for k in self.used)
 
     def filled(self, pieces: Sequence[Piece]) -> list[tuple[int, list[Row]]]:
-        """Returns, for each microbatch, the length of its rows and its non-empty rows, each as its pieces."""
+        """Returns, for each of the `used` microbatches, the length of its rows and its non-empty rows."""
         rows: dict[int, list[Piece]] = {}
         for piece, row in sorted(zip(pieces, self.where.tolist(), strict=True)):
             rows.setdefault(row, []).append(piece)
@@ -66,9 +66,8 @@ class Fit:
 def fit_rows(sizes: np.ndarray, rows: int, lengths: Sequence[int]) -> Fit | None:
     """Packs pieces of these `sizes` (tokens) into microbatches of `rows` rows each.
 
-    `lengths` are the allowed row lengths, ascending; the last one bounds the number of microbatches. Returns the choice
-    that holds all pieces with the fewest padded tokens; None if the longest piece fits no row, or too many microbatches
-    would be needed.
+    `lengths` are the allowed row lengths, ascending; the last length decides how many microbatches are tried. Returns
+    the packing with the fewest cells that was found; None if no packing was found that holds all pieces.
     """
     order = np.argsort(-sizes, kind="stable")
     if not len(lengths) or sizes.max() > lengths[-1]:
@@ -93,8 +92,8 @@ def fit_rows(sizes: np.ndarray, rows: int, lengths: Sequence[int]) -> Fit | None
 
 
 def _choices(lengths: Sequence[int], count: int, total: int, rows: int, longest: int) -> Iterator[tuple[int, ...]]:
-    """Yields row lengths for `count` microbatches, descending, that could hold `total` tokens; fewest padded tokens
-    first. All but the last two have the greatest length, or all but the last one are equal."""
+    """Yields row lengths for `count` microbatches, descending, that could hold `total` tokens; fewest cells first.
+    All but the last two have the greatest length, or all but the last one are equal."""
     pairs = list(combinations_with_replacement(reversed(lengths), min(count, 2)))
     chosen = {(*(lengths[-1],) * (count - 2), *pair) for pair in pairs}
     chosen |= {(*(pair[0],) * (count - 2), *pair) for pair in pairs}

@@ -1,4 +1,4 @@
-"""Every hyperparameter a schedule: constants, schedules over a run's progress, and controllers, written as text.
+"""Schedules of settings, written as text: constants, values that follow a run's progress, and controllers.
 
     1.0                                            always the same
     linear(1.2, 0.8)   cosine(1.2, 0.8)            from the first value to the second over the run
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # the types of groups load JAX, and the command line must be 
     from . import Config
 
 OTHERS = "*"  # all sources that are not named
-_GROUPS = 64  # groups over which a source's success is averaged
+_GROUPS = 64  # groups over which a source's share of right responses is averaged
 
 
 class RunSchedule(abc.ABC):
@@ -50,7 +50,7 @@ class RunSchedule(abc.ABC):
         """Takes in how a prompt's responses were scored."""
 
     def state_dict(self) -> dict[str, object]:
-        """Returns JSON; empty if the value depends on progress only."""
+        """Returns the schedule's state as JSON values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
@@ -58,7 +58,7 @@ class RunSchedule(abc.ABC):
 
 
 class Ramp(RunSchedule):
-    """Goes from `start` to `end` in a straight line, or along half a cosine (slow, fast, slow). A constant is flat."""
+    """Goes from `start` to `end` in a straight line, or along half a cosine. A constant has equal ends."""
 
     def __init__(self, start: float, end: float, *, cosine: bool = False) -> None:
         self.start, self.end, self.cosine = start, end, cosine
@@ -83,12 +83,12 @@ class Phases(RunSchedule):
 
 
 class Pid(RunSchedule):
-    """Moves its value up while the error, `target - metric`, is positive (Flux, component 1); the unit of time is one
-    update. Steps without the metric, or with a NaN, change nothing.
+    """Moves its value so that a metric approaches `target` (Flux, component 1). Training steps without the metric, or
+    with a metric that is not finite, change nothing.
 
-    Each update adds `kp * error + ki * sum of errors + kd * change of the error`. Anti-windup: if the value would leave
-    the bounds, the sum of errors is cut back until the value just reaches a bound. So no sum keeps the value at a
-    bound: when the error changes its sign, the value follows at once.
+    Each update adds `kp * error + ki * sum of errors + kd * change of the error`, with `error = target - metric`; the
+    unit of time is one update. Anti-windup: if the value would leave the bounds, the sum of errors is cut back until
+    the value just reaches a bound. So when the error changes its sign, the value leaves the bound at once.
     """
 
     def __init__(
@@ -150,13 +150,13 @@ class Pid(RunSchedule):
 class Success(RunSchedule):
     """Goes from `none`, if no response of a prompt's last group was right, to `all`, if all were right.
 
-    A new prompt has its source's mean share of right responses; before its source's first group, the share is 0.5.
+    A new prompt counts with its source's average share of right responses, or with 0.5 before the source's first group.
     """
 
     def __init__(self, none: float, all: float) -> None:
         self.none, self.all = none, all
         self.bounds = min(none, all), max(none, all)
-        self._solved: dict[str, dict[str, float]] = {}  # solved share of the last group, by source and prompt
+        self._solved: dict[str, dict[str, float]] = {}  # share of right responses in a prompt's last group, by source
         self._sources: dict[str, float] = {}  # moving average of these shares, by source
 
     def value(self, progress: float, prompt: Prompt | None = None) -> float:
@@ -225,7 +225,7 @@ _FIELDS = {
 
 
 def make_schedules(config: Config) -> dict[str, RunSchedule]:
-    """Returns the schedules that `config` has in the place of numbers, by the names of `_FIELDS`."""
+    """Returns the schedules that are written in the fields of `config`, by the names of `_FIELDS`."""
     schedules = {}
     for name, (section, field) in _FIELDS.items():
         holder = getattr(config, section)
@@ -277,7 +277,7 @@ def _by_source(parts: Sequence[str]) -> dict[str, RunSchedule]:
 
 _CALL = re.compile(r"(\w+)\s*\((.*)\)")
 _GAINS = {"kp": 0.1, "ki": 0.01, "kd": 0.05}  # the gains of Flux
-_PID = ("metric", "target", "low", "high", "start", *_GAINS)  # `start`: the first value, by default midway
+_PID = ("metric", "target", "low", "high", "start", *_GAINS)  # `start`: the first value, by default `(low + high) / 2`
 
 
 def _number(text: str) -> float:
@@ -288,7 +288,7 @@ def _number(text: str) -> float:
 
 
 def _read(text: str) -> RunSchedule:
-    """Reads one schedule. Raises `ValueError`, which says what is wrong with it."""
+    """Reads one schedule. Raises `ValueError`, which says what is wrong with the text."""
     call = _CALL.fullmatch(text)
     if call is None:
         return Ramp(_number(text), _number(text))

@@ -1,4 +1,4 @@
-"""Decodes media: the job, and its decoder, which is the calling thread or a process of a pool.
+"""Decodes media, in the calling thread or in a pool of processes.
 
 JAX is not imported here.
 """
@@ -34,8 +34,8 @@ from ..base.worker_process import lacked_memory
 from .media_cache import SLICE_BYTES, Slices
 
 log = logging.getLogger("fluxjax.data")
-# Takes the medium, a slice's number, and the slice's patches `[P, 3, n]` (uint8). An error that it raises ends the
-# decoding.
+# Takes the medium, a slice's number, and the slice's patches `[P, 3, n]` (uint8). An error that a `Keep` raises ends
+# the job.
 Keep: TypeAlias = Callable[[Medium, int, np.ndarray], None]
 
 
@@ -64,7 +64,7 @@ class DecodeJob:
 
 
 def _medium_of(values: Sequence[Any]) -> Medium:
-    """Returns the medium of `dataclasses.astuple`'s values, after msgpack."""
+    """Returns the medium from the values of `dataclasses.astuple`, in which msgpack has made lists of tuples."""
     kind, grid, seconds, seekable, times = values
     return Medium(kind, tuple(grid), seconds, seekable, tuple(times))
 
@@ -81,7 +81,7 @@ def decoded(settings: MediaSettings, job: DecodeJob) -> tuple[Medium, np.ndarray
         raise type(error)(job.name, error.reason) from error
     except MemoryError:
         raise
-    except Exception as error:  # a decoder's surprise about one file must not end the run
+    except Exception as error:  # an unexpected error about one file must not end the run
         raise MediaUnavailable(job.name, f"failed with {type(error).__name__}: {error}") from error
 
 
@@ -94,7 +94,7 @@ class ThreadDecoders:
         self._load = PoolLoad()
 
     def decode(self, job: DecodeJob, keep: Keep, *, urgent: bool = False) -> Medium:
-        """Decodes a job and returns its medium. Raises MediaError, and the errors of `keep`."""
+        """Decodes a job and returns its medium. Raises MediaError, MemoryError, and the errors of `keep`."""
         self._count(busy=1)
         begin = time.monotonic()
         try:
@@ -117,11 +117,11 @@ class ThreadDecoders:
 
 
 class DecoderPool:
-    """Up to `count` processes that decode: a process that takes too long, or too much memory, is killed, and only its
+    """Decodes in up to `count` processes. A process that takes too long, or too much memory, is killed, and only its
     file is lost. Has the methods of `ThreadDecoders`."""
 
     def __init__(self, settings: MediaSettings, count: int, *, seconds: float, memory_gib: float) -> None:
-        """`seconds` and `memory_gib` bound each file."""
+        """`seconds` and `memory_gib` bound the decoding of each file."""
         bounds = {"seconds": seconds, "memory_gib": memory_gib}
         self._workers = WorkerPool(
             f"{__name__}:decoding_function",
@@ -134,8 +134,8 @@ class DecoderPool:
         self.load, self.close = self._workers.load, self._workers.close
 
     def decode(self, job: DecodeJob, keep: Keep, *, urgent: bool = False) -> Medium:
-        """Decodes a job in one of the processes, urgent jobs before others. Raises MediaError, and DataError if no
-        process can be started."""
+        """Decodes a job in one of the processes, urgent jobs before others. Raises MediaError, the errors of `keep`,
+        and DataError if no process can be started."""
         try:
             return self._attempt(job, keep, urgent)
         except WorkerEnded as error:  # the file may not be the cause
@@ -153,7 +153,7 @@ class DecoderPool:
         try:
             try:
                 reply = call()
-            except WorkerAbsent:  # memory was short for a moment, perhaps
+            except WorkerAbsent:  # perhaps memory was short for a moment
                 reply = call()
         except WorkerAbsent as error:
             reason = f"a process that decodes can't be started: {error.why}; what it said stands above"

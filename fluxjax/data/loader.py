@@ -90,7 +90,7 @@ def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = Non
 
 
 def _how_to_download(path: str) -> str:
-    """Returns a hint if `path` looks like a Hub id, ORGANISATION/NAME; else nothing."""
+    """Returns a hint if `path` looks like a Hub id, ORGANISATION/NAME; else an empty text."""
     parts = pathlib.PurePath(path).parts
     if is_url(path) or len(parts) != 2 or "/" in parts or suffix(path) in (".jsonl", ".ndjson", ".parquet"):
         return ""
@@ -124,7 +124,7 @@ class Mixture(TypedDict):
 
 class PromptLoader:
     """Draws prompts from several sources in proportion to their weights: `order[n]` is draw `n`. An epoch of a source
-    has each of its records once. Raises `DataError` for weights of other sources, and for weights not above 0."""
+    has each of its records once. Raises `DataError` for weights of other sources, or outside of (0, inf)."""
 
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float], seed: int) -> None:
         if not sources:
@@ -134,10 +134,10 @@ class PromptLoader:
         for name, weight in weights.items():
             if not 0 < weight < float("inf"):
                 raise DataError(f"data.sources.{name}.weight is {weight}; it must be greater than 0")
-        self.sources = dict(sorted(sources.items()))  # the order must not depend on the configuration file
+        self.sources = dict(sorted(sources.items()))  # draws must not depend on the configuration's order
         self.weights = {name: float(weights[name]) for name in self.sources}
         self.seed = seed
-        self.mixtures = [self._mixture_from(0)]  # one more for each resume with other weights
+        self.mixtures = [self._mixture_from(0)]  # `resume` adds a mixture if the weights have changed
         self.order = self._make_order()
 
     @functools.cached_property
@@ -193,7 +193,7 @@ class PromptLoader:
 
 
 def _mix(weights: Mapping[str, float], begins: Mapping[str, int]) -> grain.MapDataset[Place]:
-    """Mixes the places of several sources; each source begins at its index in `begins`."""
+    """Mixes several sources; a source begins at its index in `begins`."""
     endless, names = grain.MapDataset.range(_ENDLESS), sorted(weights)
     places = [endless[begins[name] :].map(lambda index, name=name: (name, index)) for name in names]
     return places[0] if len(names) == 1 else grain.MapDataset.mix(places, [weights[name] for name in names])
@@ -211,8 +211,8 @@ def _next_places(places: grain.MapDataset[Place], start: int, sources: int) -> d
 
 
 def _read(sources: Mapping[str, Source], rows: Mapping[str, grain.MapDataset[int]], draw: int, place: Place) -> Drawn:
-    """Reads the prompt at a place. Raises `DataError` for a source that the configuration no longer names: its earlier
-    draws stay in the order.
+    """Reads the prompt of a `Place`. Raises `DataError` for a source that the configuration no longer names, whose
+    earlier draws stay in the order.
     """
     name, index = place
     row = at(rows[name], index)
@@ -222,7 +222,7 @@ def _read(sources: Mapping[str, Source], rows: Mapping[str, grain.MapDataset[int
 
 
 def read_row(source: Source, name: str, row: int, *, epoch: int = 0, draw: int = 0) -> Drawn:
-    """Reads a row of the source `name`. A record that cannot be used is a value, not an error."""
+    """Reads a row of the source `name`. Returns a `SkippedPrompt` for a record that cannot be used."""
     try:
         return dataclasses.replace(source[row], row=row, epoch=epoch, draw=draw)
     except RecordError as error:

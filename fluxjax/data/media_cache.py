@@ -1,4 +1,4 @@
-"""Slices of decoded media, so that a long video need not lie in memory completely; a cache of bounded size."""
+"""Slices of decoded media, so that a long video need not lie in memory completely, and a cache of bounded size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """The slices of a medium: each has `pairs` consecutive frame pairs, the last slice the rest."""
+    """The slices of a medium. A slice has `pairs` consecutive frame pairs; the last slice may have fewer."""
 
     medium: Medium
     pairs: int  # frame pairs of a slice
@@ -31,7 +31,7 @@ class Slices:
 
     @property
     def patches(self) -> int:
-        """The number of patches of a slice."""
+        """The number of patches of a slice that has `pairs` frame pairs."""
         return self.pairs * self.medium.grid[1] * self.medium.grid[2]
 
     def __len__(self) -> int:
@@ -42,13 +42,13 @@ class Slices:
         return first * self.pairs, min(last * self.pairs, self.medium.grid[0])
 
     def cut(self, patches: np.ndarray) -> Iterator[np.ndarray]:
-        """Yields each slice's patches; `patches` belong to neighbouring slices."""
+        """Yields the patches of each slice; `patches` are those of consecutive slices."""
         for start in range(0, len(patches), self.patches):
             yield patches[start : start + self.patches]
 
 
 class Recent(Generic[Value]):
-    """A cache of values by key. Their sizes add up to at most `limit`; a value's `size` is 1 by default. The least
+    """A cache of values by key. The values' sizes add up to at most `limit`; `size` is 1 by default. The least
     recently used values are dropped. With `keep_last`, the newest value stays, however large it is. Thread-safe."""
 
     def __init__(self, limit: int, size: Callable[[Value], int] = lambda value: 1, *, keep_last: bool = False) -> None:

@@ -101,12 +101,12 @@ class StepWatch:
 
 
 class Gang(Team):
-    """Several processes that train together. Process 0 itself does what it orders, too. It gives orders from one thread
-    at a time, but for announced prompts."""
+    """Several processes that train together. Process 0 carries out its own orders, too. One thread at a time
+    gives orders; only announced prompts may come from another thread meanwhile."""
 
     def __init__(self, links: Links, progress_timeout: float = DistributedConfig().progress_timeout) -> None:
         """`progress_timeout`: see `DistributedConfig`. Process 0 is timed from sending rows until all processes agree,
-        and while weights are gathered. If it is stuck in other collective work, the other processes are stuck, too, and
+        and while weights are gathered. If process 0 is stuck in other collective work, so are the other processes, and
         their time limits end the run."""
         self.links = self._links = links
         self._progress = Progress(links, progress_timeout)
@@ -114,9 +114,9 @@ class Gang(Team):
         self.watch = StepWatch()  # measures this process's steps
         self._number = 0  # the number of the last step whose update was ordered
         self._at = 0  # the step whose rows this process has
-        self._heard: collections.deque[Order] = collections.deque()  # orders that came while a value was awaited
-        self._stepped = 0  # the last step that this process has made
-        self._stepped_at = 0.0  # when it made that step, on `time.perf_counter`
+        self._heard: collections.deque[Order] = collections.deque()  # orders received while a value was awaited
+        self._stepped = 0  # the last step that this process has completed
+        self._stepped_at = 0.0  # the end of that step, on `time.perf_counter`
         self._statuses: dict[int, HostStatus] = {}  # the newest status of each process
 
     def tell(self, order: Order) -> None:
@@ -191,8 +191,8 @@ class Gang(Team):
         return parts[0]
 
     def _value_of(self, process: int) -> Any:
-        """Returns the next value that a process sends. Statuses that come before it are noted. Orders that come before
-        it are queued: process 0 announces drawn prompts from another thread."""
+        """Returns the next value that a process sends. Statuses before the value are noted. Orders before the value are
+        queued: process 0 announces drawn prompts from another thread."""
         while True:
             heard = decode(self._links.receive(process))
             if isinstance(heard, Value):
@@ -203,7 +203,7 @@ class Gang(Team):
                 self._heard.append(heard)
 
     def stepped(self, idle: float | None = None) -> None:
-        """See `Team.stepped`. Every other process sends its status of the step to process 0, which reads statuses in
+        """See `Team.stepped`. Every process but process 0 sends its status of the step. Process 0 reads statuses in
         `agree`, `decided` and `whole`."""
         if self._stepped == self._number:
             return
@@ -221,8 +221,8 @@ class Gang(Team):
         self._statuses = self._statuses | {status.process: status}  # a new dictionary: threads may read the old one
 
     def _hear_statuses(self) -> None:
-        """Reads the statuses of the last step, in process 0: each other process sent its own before it took part in
-        gathering."""
+        """Reads the statuses of the last step, in process 0: each other process sent its status before it gathered
+        weights."""
         for process in range(1, self.processes):
             known = self._statuses.get(process)
             if (known.step if known is not None else 0) < self._stepped:
@@ -245,18 +245,18 @@ def shifted(status: HostStatus, seconds: float) -> HostStatus:
 
 
 def step_line(status: HostStatus) -> str:
-    """Returns the line that the log of the process has of a step."""
+    """Returns the line about a step for the log of a process."""
     stages = ", ".join(f"{stage.name} {stage.end - stage.start:.3f} s" for stage in status.stages)
     return f"step {status.step}: {stages}, waited {status.wait_seconds:.3f} s, {status.memory_bytes / 1e9:.2f} GB"
 
 
 def told_status(status: HostStatus, end: float) -> Status:
-    """Returns the status as it is sent; `end` is the end of the step, on this process's clock."""
+    """Returns the status as an answer to send; `end` is the end of the step, on this process's clock."""
     return Status(dataclasses.asdict(shifted(status, -end)))
 
 
 def heard_status(told: Status, end: float) -> HostStatus:
-    """Returns the status in an answer that `told_status` made; `end` is the end of the step, on this process's
+    """Returns the status in an answer of `told_status`; `end` is the end of the step, on this process's
     clock."""
     stages = tuple(HostStage(**stage) for stage in told.fields["stages"])
     return shifted(HostStatus(**{**told.fields, "stages": stages}), end)
@@ -274,7 +274,7 @@ def brought(params: Params, mesh: Mesh, *, keep: bool) -> Params:
     return jax.tree.map(bring, params)
 
 
-@functools.cache  # or each call would compile again
+@functools.cache  # without the cache, each call would compile again
 def _on_every_device(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda weight: weight, out_shardings=NamedSharding(mesh, P()))
 

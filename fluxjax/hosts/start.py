@@ -1,4 +1,4 @@
-"""Joins the other processes of a run. The settings name them, or the environment variables in which Open MPI and Slurm
+"""Joins the other processes of a run. If the settings name no processes, the environment variables of Open MPI or Slurm
 tell a process its number and the number of all processes."""
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ GRACE = 5.0  # seconds in which a process ends itself when another has failed; t
 
 
 def join(settings: DistributedConfig) -> Team:
-    """Returns this process with links to the others, or alone, if neither the settings nor the cluster name other
-    processes. Must be called before JAX is used.
+    """Returns a `Gang` with links to the other processes, or a `Team` of this process if neither the settings nor the
+    cluster name other processes. Must be called before JAX is used.
 
-    Raises LinkError if the processes do not find each other: one may have died. After five minutes, or
+    Raises LinkError if the processes do not find each other: a process may have died. After five minutes, or
     `progress_timeout` seconds if these are fewer, ends this process with `LOST`: a wait within JAX can't be given up.
     """
     settings = found(settings, os.environ)
@@ -62,12 +62,12 @@ def found(settings: DistributedConfig, environment: Mapping[str, str]) -> Distri
     """Returns the settings, completed from the environment of Open MPI or Slurm: a rank of `mpirun` or a task of `srun`
     is a process of the run. Without either, the run has one process.
 
-    Kubernetes and SkyPilot substitute their values in the command line (deploy/), so that no variable of theirs is read
-    here. Raises ConfigError for an Open MPI that does not say where it was started.
+    Kubernetes and SkyPilot write their values into the command line (deploy/); their variables are not read here.
+    Raises ConfigError if Open MPI does not say where `mpirun` was started.
     """
     if settings.processes:
         return settings
-    for look in (_open_mpi, _slurm):  # `mpirun` in an allocation of Slurm starts its daemons as tasks
+    for look in (_open_mpi, _slurm):  # Open MPI first: in an allocation of Slurm, its daemons are tasks
         if (place := look(environment)) is not None:
             coordinator, processes, process = place
             return dataclasses.replace(settings, coordinator=coordinator, processes=processes, process=process)
@@ -87,8 +87,8 @@ def _slurm(environment: Mapping[str, str]) -> Place | None:
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Place | None:
-    """Returns the place of this process under Open MPI. The coordinator is on the host where `mpirun` was started: rank
-    0 must run there, as it does by default."""
+    """Returns the `Place` of this process under Open MPI. The coordinator is on the host where `mpirun` was started:
+    rank 0 must run there, as it does by default."""
     ranks = int(environment.get("OMPI_COMM_WORLD_SIZE", "1"))
     if ranks < 2:
         return None

@@ -1,7 +1,7 @@
-"""The critic, a model of the policy's architecture that learns the values of states; advantages from these values.
+"""The critic is a model of the policy's architecture that learns the values of states. Advantages follow from values.
 
-It is a learner whose forward pass returns values instead of log-probs. So microbatches, strategies and checkpoints are
-those of the policy.
+The critic's learner differs from the policy's in the forward pass, which returns values instead of log-probs.
+Microbatches, strategies and the form of checkpoints are the same.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class ValueGradients(Gradients):
 
 
 class Critic(Learner):
-    """The learner of the critic's weights. It is abstract, and takes no memory, until `begin`."""
+    """The learner of the critic's weights. It is abstract, and takes no memory, until `begin` or `load_state`."""
 
     gradients_kind = ValueGradients
 
@@ -61,7 +61,7 @@ class Critic(Learner):
     ) -> None:
         """`policy` may be abstract. `mesh`, `links` and `materializer` are those of the policy's learner."""
         optim = dataclasses.replace(config.optim, lr=config.critic.lr)
-        # All of the critic learns, whatever the policy does.
+        # All weights of the critic are trained, even if the policy trains adapters only.
         critic_config = dataclasses.replace(config, optim=optim, lora=LoraConfig())
 
         def token_loss(
@@ -69,7 +69,7 @@ class Critic(Learner):
         ) -> tuple[Array, dict[str, Array]]:
             return value_loss(values_BT, batch)
 
-        self._value_loss = token_loss  # one object: a new object would have programs compiled again
+        self._value_loss = token_loss  # kept: a new function would have programs compiled again
         super().__init__(
             critic_config, value_model(policy), token_loss, mesh=mesh, links=links, materializer=materializer
         )
@@ -100,12 +100,12 @@ class Critic(Learner):
         costs: Sequence[np.ndarray],
         team: Team,
     ) -> tuple[list[Composition], dict[Key, float], dict[str, float]]:
-        """Returns the minibatches of a step with values, returns and advantages of each token, before the step's first
-        optimizer step; in process 0, also the mean advantage of each response that has a token, and metrics.
+        """Returns the minibatches of a step with values, returns and advantages of each token; in process 0, also the
+        mean advantage of each response that has a token, and metrics. Call it before the first optimizer step.
 
         Process 0 estimates all advantages: there, `outcomes` has the reward of each response of all processes, by
-        (draw, sample). `costs` has what each token's reward loses, one flat array a composition (empty: nothing).
-        Collective."""
+        (draw, sample). `costs` are subtracted from the tokens' rewards: one flat array a composition, or no array at
+        all. Collective."""
         found = [logprobs_of(composition, self.gradients, self.params) for composition in compositions]
         pairs = zip(compositions, found, strict=True)
         known = [{"values": composition.of_responses(values_BT, np.float64)} for composition, values_BT in pairs]
@@ -133,7 +133,7 @@ def estimate(
     lengths: np.ndarray, numbers: Arrays, outcomes: Sequence[float], settings: CriticConfig
 ) -> tuple[Arrays, np.ndarray, dict[str, float]]:
     """Returns advantages and returns of the tokens of a step, the mean advantage of each response, and metrics.
-    `numbers` has the critic's `values`, and perhaps `costs`, which each token's reward loses."""
+    `numbers` has the critic's `values`, and may have `costs`, which are subtracted from the tokens' rewards."""
     rewards = terminal_rewards(np.array(outcomes), lengths)
     if "costs" in numbers:
         rewards -= numbers["costs"]

@@ -1,13 +1,12 @@
-"""Replay keeps groups that were trained on; later steps train on some of them again, with the importance weights of
-those steps.
+"""Replay keeps groups that were trained on. A later step trains on some of these groups again, with importance weights
+of its own.
 
 Replay is Flux's third source of data from another policy (component 3, "Unified Importance Correction"): a replayed
-token is a stale token. It keeps the log-probs and versions of its generation, so that ratio, `algorithm.importance` and
-decay treat it as any token of that version. Rewards are kept, too. Advantages are computed anew with
-those of the step: advantages relative to the group stay the same; those that depend on the step or on the policy (KL in
-the reward) change.
+token is a stale token. The log-probs and versions of its generation are kept, so that ratio, `algorithm.importance` and
+decay are those of any stale token. Rewards are kept, too. Advantages are computed anew in each step: advantages
+relative to the group stay the same; advantages that depend on the step or on the policy (KL in the reward) change.
 
-The coordinator's ledger knows nothing of replay: there, a prompt is trained on once.
+The coordinator's ledger does not know of replay: in the ledger, a prompt is trained on once.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ GROUPS = 256  # the most groups that are remembered; the oldest are forgotten fi
 
 @dataclasses.dataclass
 class _KeptGroup:
-    group: Group  # has the advantages of its own step
+    group: Group  # has the advantages of the step that trained on it first
     prepared: PreparedPrompt
     born: int  # the oldest version among its tokens
     times: int = 0  # times that it was replayed
 
 
 class ReplayBuffer:
-    """The groups that may be replayed, with their prompts. Its choices follow from its state alone."""
+    """The groups that may be replayed, with their prompts. No choice among the groups is random."""
 
     def __init__(self, config: ReplayConfig, most: int = GROUPS) -> None:
         self._config, self._most = config, most
@@ -44,8 +43,8 @@ class ReplayBuffer:
 
     def choose(self, fresh: int, version: int) -> tuple[list[Group], dict[int, PreparedPrompt]]:
         """Returns the groups to replay in a step that trains weights of this version on `fresh` fresh groups, in the
-        order of their draws, and their prompts by draw. Each of them counts as replayed once more; groups that are too
-        old, or were replayed before, are removed."""
+        order of their draws, and their prompts by draw. The newest groups are chosen, and count as replayed. Groups
+        that are too old, or were replayed before, are removed first."""
         self._let_go(version)
         wanted = int(fresh * self._config.share / (1.0 - self._config.share) + 1e-9)
         chosen = sorted(self._kept.values(), key=lambda kept: (-kept.born, -kept.group.prompt.draw))[:wanted]
@@ -55,8 +54,8 @@ class ReplayBuffer:
         return [kept.group for kept in chosen], {kept.group.prompt.draw: kept.prepared for kept in chosen}
 
     def keep(self, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], version: int) -> None:
-        """Keeps groups that were trained on, when the weights are of this version. Groups whose advantages are all 0
-        would teach nothing again and are not kept; if there is no room, the oldest groups go."""
+        """Keeps groups that were trained on; `version` is that of the present weights. Groups without tokens, and
+        groups whose advantages are all 0, are not kept. If there is no room, the oldest groups are removed."""
         for group in groups:
             versions = [v for sample in group.samples for v in sample.response.versions]
             if versions and any(sample.advantage != 0.0 for sample in group.samples):
@@ -69,10 +68,10 @@ class ReplayBuffer:
     def metrics(self, fresh: Sequence[Group], replayed: Sequence[Group], version: int) -> dict[str, float]:
         """Returns the metrics of fresh and replayed groups in a step that trains weights of this version.
 
-        `replay/share`: the share of the step's groups that are replayed; `replay/age` and `replay/age_max`: versions
-        that the replayed tokens are behind; `replay/kept`: groups in the buffer after the step. If groups are replayed,
-        `staleness/lag_mean` and `staleness/lag_max` are measured again over the fresh groups alone: how far generation
-        lies behind. Fresh groups whose advantages are all 0 are left out, unless no other group is fresh.
+        `replay/share`: the share of the step's groups that are replayed; `replay/age` and `replay/age_max`: the
+        mean and the largest lag of replayed tokens; `replay/kept`: groups in the buffer after the step. If groups are
+        replayed, `staleness/lag_mean` and `staleness/lag_max` are measured again over the fresh groups alone. Fresh
+        groups whose advantages are all 0 are left out, unless this holds for all fresh groups.
         """
         metrics = {"replay/share": len(replayed) / (len(fresh) + len(replayed)), "replay/kept": float(len(self))}
         if not replayed:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 class RunModels:
-    """The learner of the policy, the frozen reference if there is a KL term, and the critic if the algorithm has one.
-    Their arrays decide the rest of a run."""
+    """The learner of the policy, the frozen reference if there is a KL term, and the critic if there is one."""
 
     def __init__(
         self,
@@ -53,7 +52,7 @@ class RunModels:
         self.learner.reset(self.algorithm.token_loss, steps=updates, never_sampled=self._never_sampled)
 
     def renew_reference(self) -> bool:
-        """Makes the policy its own reference, if the configuration says so for its version; says whether it does."""
+        """Makes the policy the reference if the configuration says so for its version, and then returns True."""
         renewed = self._config.algorithm.renews_reference(self.learner.version)
         if renewed:
             self.reference = self.learner.params
@@ -64,7 +63,7 @@ class RunModels:
         return self._arrays(self.reference)
 
     def abstract(self) -> PyTree:
-        """Returns the shapes and shardings of `arrays` in the midst of RL, without numbers."""
+        """Returns the shapes and shardings that `arrays` has during RL."""
         return like(self._arrays(self.learner.params if self._config.algorithm.kl_coefficient else None))
 
     def _arrays(self, reference: Params | None) -> dict[str, Any]:
@@ -77,15 +76,15 @@ class RunModels:
         return arrays
 
     def forget(self) -> None:
-        """Frees the present arrays, except frozen weights and arrays that an engine serves, so that no device holds
-        them beside the arrays of `load`."""
+        """Drops the present arrays, except the weights that adapters leave frozen, so that no device holds two states
+        during `load`. Arrays that an engine serves stay in memory."""
         self.reference = None
         self.learner.forget()
         if self.critic is not None:
             self.critic.forget()
 
     def load(self, arrays: dict[str, Any], steps: int) -> None:
-        """Takes over what the method `arrays` returned, for `steps` training steps; learner and critic leave it."""
+        """Takes over `arrays` for `steps` training steps; removes the arrays of learner and critic from `arrays`."""
         self._reset(steps)
         self.learner.load_state(arrays.pop("learner"))
         if self.critic is not None:
@@ -96,7 +95,7 @@ class RunModels:
             self.reference = self.learner.with_trained(self.reference)
 
     def close(self) -> None:
-        """Cancels the compilations that have not begun."""
+        """Cancels the compilations for learner and critic that have not begun."""
         self.learner.gradients.close()
         if self.critic is not None:
             self.critic.gradients.close()

@@ -1,6 +1,6 @@
-"""Rewards: a plain dict of rules, and the scorer that applies a source's rewards to one response at a time.
+"""Rewards: the built-in rewards by name, and the scorer that applies a source's rewards to responses.
 
-JAX is not imported here: processes that score need none.
+JAX is not imported here: a process that scores does not need it.
 """
 
 from ..base.scored import Completion, Prompt, Reward

@@ -10,7 +10,7 @@ The answer of a prompt is a JSON object of one of these shapes:
 - `{"entry_point": "add", "inputs": [[1, 2], ...], "outputs": [3, ...]}`: a function is called with each of the
   inputs.
 - `{"entry_point": "add", "tests": "def check(candidate): ..."}`, as in HumanEval. An optional `setup` is code that
-  stands before the response's code, such as HumanEval's prompt; the response may also continue it.
+  stands before the response's code, such as HumanEval's prompt; the response may also continue `setup`.
 - `{"tests": "from solution import add\\ndef test_add(): ..."}`, as in KodCode: functions `test_...`, classes `Test...`,
   classes of unittest; or plain assertions, also as a list (MBPP).
 """
@@ -39,9 +39,9 @@ _REASONS = {"memory": "used too much memory", "output": "printed too much", "fil
 @dataclasses.dataclass
 class TimeLimits:
     """Gives a test case `min(max(minimum, factor * anchor), maximum)` seconds (Flexes, section 4.3, "Code Sandbox
-    Execution"); `maximum` if it has no anchor yet.
+    Execution"), or `maximum` seconds without an anchor.
 
-    The anchor of a case is the longest time that a correct response has taken for it in this run. With `adaptive` off
+    The anchor of a case is the longest time that a correct response has taken for it in this run. Without `adaptive`,
     every case has the maximum. Anchors are a part of a run's state: a resumed run gives the same time as before.
     """
 
@@ -82,9 +82,9 @@ class CodeReward(BuiltIn):
     sandbox: str | Sandbox = dataclasses.field(default="bubblewrap", metadata=_OBJECT)
     _: dataclasses.KW_ONLY
     python: str = ""  # the interpreter of tests and code; empty: this process's interpreter
-    packages: bool = False  # tests and code may import the interpreter's site packages; it then starts more slowly
+    packages: bool = False  # tests and code may import site packages; the interpreter then starts more slowly
     slots: int = positive(8)  # responses that are tested at a time
-    # Limits of each process; `time_limits` replaces the time, and a program's expected output adds to `output`.
+    # Limits of a job; `time_limits` replaces the time, and a program's expected output adds to `output`.
     limits: SandboxLimits = dataclasses.field(default_factory=SandboxLimits, metadata=_OBJECT)
     time_limits: TimeLimits = dataclasses.field(default_factory=TimeLimits, metadata=_OBJECT)
     seconds: float = positive(45.0)  # seconds for all inputs of a program together; below the bound of kind `code`
@@ -101,7 +101,7 @@ class CodeReward(BuiltIn):
         self._inside = {f"inside/{file.name}": file.read_bytes() for file in files if file.name.endswith(".py")}
 
     async def score(self, completion: Completion) -> Reward:
-        """Returns the reward. Raises `DataError` for an answer that is no task, or whose tests cannot run here,
+        """Returns the reward. Raises `DataError` for an answer that is no task, or whose tests cannot run here, and
         `SandboxError` if the sandbox fails."""
         task = read_task(completion.prompt)
         code = find_code(completion.text, task.entry_point)
@@ -134,7 +134,7 @@ class CodeReward(BuiltIn):
         return dataclasses.replace(self.limits, seconds=seconds, cpu=seconds, output=self.limits.output + output)
 
     async def _program(self, name: str, task: CodeTask, code: str) -> list[_Result]:
-        """Runs a program for each input, until one fails (with `partial`, for all inputs that the time allows)."""
+        """Runs a program for each input until an input fails; with `partial`, for all inputs that time allows."""
         results: list[_Result] = []
         for number, (given, expected) in enumerate(zip(task.inputs, task.outputs, strict=True)):
             case, left = f"{name}#{number}", self.seconds - sum(result.seconds for result in results)
@@ -206,8 +206,8 @@ def _ended(outcome: Outcome, limits: SandboxLimits) -> str:
 
 
 def _verdict(outcome: Outcome, partner: Outcome, limits: SandboxLimits) -> str:
-    """Returns the failure that the tests report, and how the code's process ended if it failed, too; an empty text if
-    all tests passed. Raises `DataError` for unusable tests."""
+    """Returns the failure that the tests report, and how the code's process failed, if it did; an empty text if all
+    tests passed. Raises `DataError` for unusable tests."""
     if failure := _ended(outcome, limits):
         return failure
     try:
@@ -296,7 +296,7 @@ def _task(answer: Any) -> CodeTask:
 
 def find_code(text: str, entry_point: str = "") -> str:
     """Returns the code of a response, without the indentation of its fence; all of the response if it has no fence.
-    Empty if there is no code, or more than `LONGEST_CODE`."""
+    Returns an empty text if fences have other languages only, or if the code is longer than `LONGEST_CODE`."""
     found = [(language.lower(), _dedented(body, len(before))) for before, _, language, body in _FENCE.findall(text)]
     defines = re.compile(rf"^[ \t]*(?:async[ \t]+def|def|class)[ \t]+{re.escape(entry_point)}\b", re.MULTILINE)
     blocks = [block for block in found if block[0] in ("", *_LANGUAGES)]
@@ -311,7 +311,7 @@ def find_code(text: str, entry_point: str = "") -> str:
 
 
 def _dedented(body: str, columns: int) -> str:
-    """Takes a fence's indentation off its lines (CommonMark 0.31, 4.5), as far as the first line has it."""
+    """Removes a fence's indentation from lines (CommonMark 0.31, 4.5), as far as the first line with text has it."""
     first = re.search(r"^[ \t]*+(?=\S)", body, re.MULTILINE)
     columns = min(columns, len(first[0]) if first else 0)
     return re.sub(rf"^[ \t]{{1,{columns}}}", "", body, flags=re.MULTILINE) if columns else body

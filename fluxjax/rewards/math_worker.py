@@ -1,9 +1,9 @@
 r"""The comparison of two answers by math-verify, as a worker process calls it. JAX is not imported here.
 
-Math-verify accepts these pairs as equal, `strict` refuses them:
+Math-verify accepts these pairs as equal; `strict` refuses them:
 - `12\%` and `12`: here, `12\%` is 0.12;
-- `(1,2)` and `\{1,2\}`: it reads the first as an interval, and compares the ends;
-- any two equations without solutions, as `AB = BA + 1` and `AB = BA`.
+- `(1,2)` and `\{1,2\}`: math-verify reads the first as an interval, and compares the ends;
+- any two equations for which sympy lists no solution, as `AB = BA + 1` and `AB = BA`.
 
 Math-verify accepts numbers that are equal to six decimals, as all small numbers are; this file compares numbers itself.
 """
@@ -22,7 +22,7 @@ from math_verify import grader
 
 from .extraction import last_place, near
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of a missing time-out: the pool bounds calls
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns of a missing time-out; the pool bounds calls
 _PERCENT = re.compile(r"([0-9.]+)\s?\\?%")
 # `notation` has removed units; without this list, plain expressions would be searched for in unreadable LaTeX.
 _LATEX = [
@@ -30,13 +30,13 @@ _LATEX = [
         normalization_config=NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
     )
 ]
-_tolerance = 0.0  # tolerance of the present comparison
+_tolerance = 0.0  # relative tolerance of the present comparison
 _library_equal = grader.sympy_numeric_eq
 
 
 def equal(question: Mapping[str, Any]) -> bool:
     """Says whether the LaTeX `given` equals `reference`; without `given`, whether `reference` can be read. The caller
-    bounds its time."""
+    bounds the time of a call."""
     global _tolerance
     if "given" not in question:
         return not isinstance(_parsed(str(question["reference"]))[0], str)
@@ -58,8 +58,8 @@ def equal(question: Mapping[str, Any]) -> bool:
 
 
 def _parsed(latex: str) -> list[Any]:
-    parsed = math_verify.parse(f"${latex}$", _LATEX, parsing_timeout=cast(int, None))[:1]  # text if it is unreadable
-    with contextlib.suppress(TypeError, AttributeError):  # bounds with i have no order: i stays a letter
+    parsed = math_verify.parse(f"${latex}$", _LATEX, parsing_timeout=cast(int, None))[:1]  # a text if unreadable
+    with contextlib.suppress(TypeError, AttributeError):  # interval bounds with i have no order: i stays a letter
         return [tree.xreplace({x: sympy.I for x in tree.free_symbols if x.name == "i"}) for tree in parsed]
     return parsed
 

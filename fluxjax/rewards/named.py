@@ -1,4 +1,4 @@
-"""Finds rewards by their names in `REWARDS`, or a user's rewards by import path, and checks their answers.
+"""Finds built-in rewards by name in `REWARDS` and users' rewards by import path, and checks the answers of rewards.
 
 A reward is one of these:
 
@@ -54,7 +54,7 @@ SHAPES = "a function, or an object with score(completion) or compute(prompts, re
 
 @dataclasses.dataclass(frozen=True)
 class FoundReward:
-    """The reward that a name stands for, or the reward's class; then `build` makes an object."""
+    """The reward that a name stands for, or the reward's class, of which `build` makes an object."""
 
     name: str
     field: str  # field of the configuration, for messages
@@ -62,7 +62,7 @@ class FoundReward:
     arguments: Mapping[str, Any]
 
     def build(self) -> Any:
-        """Returns the reward. Raises `ConfigError` if its class refuses the arguments."""
+        """Returns the reward. Raises `ConfigError` if the reward's class raises."""
         if not inspect.isclass(self.value):
             return functools.partial(self.value, **self.arguments) if self.arguments else self.value
         try:
@@ -76,7 +76,7 @@ class FoundReward:
 
 def find(name: str, field: str = "reward", arguments: Mapping[str, Any] | None = None) -> FoundReward:
     """Returns the reward that `name` stands for: a key of `REWARDS` or `module:attribute`. Raises `ConfigError`, naming
-    `field`, if there is no such attribute, it is no reward, or it has no such `arguments`."""
+    `field`, if the name stands for nothing or for no reward, or if the reward does not take the `arguments`."""
     value = REWARDS.get(name)
     if ":" in name:
         kinds, module = (types.FunctionType, type), name.partition(":")[0]
@@ -95,7 +95,7 @@ def find(name: str, field: str = "reward", arguments: Mapping[str, Any] | None =
 
 
 def find_reward(name: str, field: str = "reward", arguments: Mapping[str, Any] | None = None) -> Any:
-    """Returns the reward of this name; an object if the reward is a class. Raises `ConfigError` as `find` does."""
+    """Returns the reward of this name; an object if the reward is a class. Raises what `find` and `build` raise."""
     return find(name, field, arguments).build()
 
 
@@ -109,7 +109,7 @@ class BuiltIn:
     _counts: collections.defaultdict[str, float]
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError`, naming the parameter, unless each has the type and the bound of its declaration."""
+        """Raises `ConfigError`, naming the parameter, for a value of another type or beyond the declared bound."""
         vars(self)["_counts"] = collections.defaultdict(float)
         check_fields(self, f"{self.name}.")
 
@@ -137,8 +137,8 @@ class Failing(enum.Enum):
 
     TIMED_OUT = "timed_out"
     RAISED = "raised"
-    DIED = "died"  # its process ended, or needed too much memory
-    INVALID = "invalid"  # its answer is no reward
+    DIED = "died"  # the reward's process ended, or needed too much memory
+    INVALID = "invalid"  # the answer is no reward
 
 
 class RewardFailure(Exception):
@@ -151,7 +151,7 @@ class RewardFailure(Exception):
 
 def as_reward(result: Any) -> Reward:
     """Returns a reward's answer as a `Reward`, whose values have the declared types, so that checkpoints can hold them.
-    True, or a number of at least 1 but for rounding, is correct. Raises RewardFailure."""
+    A number is correct if it is at least 1, but for rounding. Raises RewardFailure."""
     if not isinstance(result, Reward):
         value = _number(result)
         return Reward(value, value > 1.0 - 1e-6)  # sums of shares, and float32, are rounded
@@ -177,8 +177,8 @@ def _number(value: Any) -> float:
 
 
 def as_batch(results: Any, count: int) -> list[Any]:
-    """Returns a batched reward's answers, one for each of `count` responses. Raises RewardFailure for another number
-    of answers."""
+    """Returns a batched reward's answers, one for each of `count` responses. Raises RewardFailure unless
+    `results` is a sequence of `count` answers."""
     if callable(tolist := getattr(results, "tolist", None)):  # an array
         results = tolist()
     if not isinstance(results, Sequence) or isinstance(results, str | bytes):

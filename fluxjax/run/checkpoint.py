@@ -1,8 +1,9 @@
 """Checkpoints with Orbax: asynchronous, atomic, the newest few kept, restored onto any mesh.
 
 A checkpoint holds everything that decides the rest of the run: arrays (parameters, optimizer state) and a JSON part
-(coordinator, data position, weight version, what the summary has counted so far). Checksums of all its files are
-compared before it is restored. They are written before it gets its final name; older checkpoints stay until then.
+(coordinator, data position, weight version, what the summary has counted so far). Checksums of all files are
+written before the checkpoint gets its final name; older checkpoints stay until then. A run compares the checksums
+before it restores a checkpoint.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class ResumeError(RuntimeError):
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder/<step>/`. Unfinished checkpoints are not listed: Orbax renames them
-    last."""
+    """The checkpoints of one run, in `folder/<step>/`. Unfinished checkpoints are not listed: Orbax gives a
+    checkpoint its name last."""
 
     def __init__(self, folder: pathlib.Path, keep: int, *, read_only: bool = False, largest: int = 0) -> None:
-        """`read_only` changes no file, because a run may still be writing. `largest` is the size of the largest array,
+        """With `read_only`, no file is changed: a run may still be writing. `largest` is the size of the largest array,
         in bytes: about as many bytes are encoded or decoded at a time, so that host memory never holds a second copy of
         the state. Raises `ResumeError` if the folder cannot be created."""
         self.folder = folder.absolute()
@@ -59,7 +60,7 @@ class Checkpoints:
             cleanup_tmp_directories=not self._read_only,
             read_only=self._read_only,
             temporary_path_class=SummedPath,
-            lightweight_initialize=True,  # or damaged metadata of one checkpoint would end the run
+            lightweight_initialize=True,  # else damaged metadata of one checkpoint would end the run
         )
         arrays = ocp.StandardCheckpointHandler(save_concurrent_gb=self._at_once, restore_concurrent_gb=self._at_once)
         handlers = {"arrays": arrays, "state": ocp.JsonCheckpointHandler()}
@@ -76,8 +77,8 @@ class Checkpoints:
 
     def undamaged(self) -> int | None:
         """Waits for a write under way; returns the newest step whose checkpoint is undamaged, or None if there are no
-        checkpoints. Logs each newer checkpoint with its damaged file. If none has the right checksums, returns the
-        newest checkpoint of an earlier release, which has no checksums. Raises `ResumeError` if all are damaged."""
+        checkpoints. Logs each newer checkpoint with its damaged file. If no checkpoint has the right checksums,
+        returns the newest step without checksums, from an earlier release. Raises `ResumeError` if all are damaged."""
         self.wait()
         steps = self._there()
         for step in steps:
@@ -91,8 +92,8 @@ class Checkpoints:
         raise ResumeError(f"every checkpoint in {self.folder} is damaged; restore the files, or remove it all")
 
     def chosen(self, asked: int | None = None) -> int:
-        """Returns the step to restore: `asked`, or else that of `undamaged`. Raises `ResumeError` if its checkpoint is
-        damaged, or if there are no checkpoints."""
+        """Returns the step to restore: `asked`, or else that of `undamaged`. Raises `ResumeError` if that checkpoint
+        is damaged, or if there are no checkpoints."""
         step = self.undamaged() if asked is None else asked
         if step is None:
             raise ResumeError(f"there is no checkpoint in {self.folder}")
@@ -115,8 +116,8 @@ class Checkpoints:
         return self._damage[step]
 
     def may_save(self, step: int, arrays: PyTree) -> bool:
-        """Waits for the write under way. Returns True if this step has no checkpoint yet and the disk has room for one;
-        logs and counts a full disk."""
+        """Waits for the write under way. Returns True if this step has no checkpoint yet and the disk has room for it.
+        A full disk is logged and added to `failed`."""
         self.wait()
         if step in self._manager.all_steps():
             return False
@@ -130,8 +131,8 @@ class Checkpoints:
         """Starts writing, after `may_save` returned True; returns when the arrays are copied and may be donated.
         Collective if there are several processes; the `state` is that of process 0.
 
-        If the checkpoint can't be written (a full disk), the failure is logged and counted in `failed`, and the run
-        goes on to its next checkpoint; a run of several processes ends with `ResumeError`."""
+        If the checkpoint can't be written (a full disk), the failure is logged and added to `failed`, and the run goes
+        on. Raises `ResumeError` instead if the run has several processes."""
         args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), state=ocp.args.JsonSave(state))
         try:
             self._damage.pop(step, None)
@@ -209,7 +210,7 @@ class Checkpoints:
         )
 
     def _begin_afresh(self, error: Exception) -> None:
-        """Replaces the manager: it would go on reporting its failure, and a new manager removes the partial folder."""
+        """Replaces the manager: the old manager would report its failure again, a new one removes partial folders."""
         if jax.process_count() > 1:  # the other processes are still writing, and would wait for this one
             raise ResumeError(f"a checkpoint can't be written to {self.folder}: {error}") from error
         self._note_failure(error)
@@ -226,8 +227,8 @@ def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
 
 
 class SummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """The folder of a checkpoint that is being written. Orbax completes it under one more temporary name; it gets its
-    final name when all of its files could be read back, are on the disk, and have checksums."""
+    """The folder of a checkpoint that is being written. Orbax completes it under one more temporary name. The folder
+    gets its final name when all files could be read back, are on the disk, and have checksums."""
 
     async def finalize(self) -> None:
         final = self.get_final()

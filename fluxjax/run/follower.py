@@ -1,4 +1,4 @@
-"""A training process other than process 0: it carries out the orders of process 0 (`hosts.orders`) on its own rows and
+"""A training process other than process 0 carries out the orders of process 0 (`hosts.orders`) on its own rows and
 media."""
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _REMEMBERED = 4  # steps whose announced prompts are kept laid out, because this
 
 
 class Follower:
-    """A training process other than process 0: it holds its own share of the learner, prompts and media, and carries
-    out the orders of process 0. The run folder exists already."""
+    """The parts of a training process other than process 0: its own share of learner, prompts and media. The run
+    folder exists already."""
 
     def __init__(self, config: Config, gang: Gang, run_dir: pathlib.Path, token: str) -> None:
         self._gang = gang
@@ -72,7 +72,7 @@ class Follower:
         self._parts.close()
 
     def obey(self, order: Order) -> None:
-        """Has the parts of this process carry out one order of process 0; raises their errors."""
+        """Has the parts of this process carry out one order of process 0; raises the parts' errors."""
         match order:
             case Begin():
                 self._begin(order)
@@ -131,9 +131,9 @@ class Follower:
 def follow(gang: Team, algorithm: object) -> None:
     """Takes part in the training of the run that process 0 begins, until process 0 says that the run is over.
 
-    `algorithm` is this process's `algorithm.name`: if that is an object, the run's folder does not have it. Logs to
+    `algorithm` is this process's `algorithm.name`: the run's folder can't hold an object. Logs to
     `RUN/processes/process-N.log`; serves its own metrics if `report.prometheus` is set. Raises ConfigError if this host
-    does not see the run's folder, or the port is taken.
+    does not see the run's folder or the port is taken, and what `Follower.obey` raises.
     """
     assert isinstance(gang, Gang)
     orders = gang.orders()
@@ -161,7 +161,7 @@ def follow(gang: Team, algorithm: object) -> None:
 
 
 def prometheus_port(config: Config, gang: Team) -> int:
-    """Returns the Prometheus port of this process: that of `report.prometheus` plus the process's rank on its host; 0:
-    none."""
+    """Returns the Prometheus port of this process: that of `report.prometheus` plus the process's rank on its host; 0
+    if there is none."""
     port = config.report.prometheus_address[1]
     return port + gang.rank_here if port else 0

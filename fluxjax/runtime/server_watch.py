@@ -1,5 +1,5 @@
-"""Watches the rollout servers of a run: tells users when a server comes up, is lost or leaves, and has the times when
-each was busy or down. Servers join and leave the running job by a file in the run's folder, with a line a server."""
+"""Watches the rollout servers of a run: tells users when a server comes up, is lost or leaves, and keeps the times
+when servers were down. Servers join and leave the running job by a file in the run's folder, with a line a server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _SeenServer:
     up: bool = False
     was_up: bool = False  # whether it was ever up
     restarts: int = 0
-    told: str = ""  # the reason of this loss, as users were told last
+    told: str = ""  # the last reason of this loss that users were told
 
 
 class ServerWatch:
@@ -49,7 +49,7 @@ class ServerWatch:
         self._servers, self._members = servers, members
         self._known: dict[str, _SeenServer] = {}
         self._down: collections.deque[Span] = collections.deque(maxlen=1024)
-        self._lock = threading.Lock()  # guards the two above
+        self._lock = threading.Lock()  # guards `_known` and `_down`
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -72,7 +72,7 @@ class ServerWatch:
             self._stopping.wait(_LOOK_SECONDS)
 
     def hear(self, servers: Sequence[ServerStatus], now: float) -> list[str]:
-        """Returns a line for each event since the last look: a server is up, lost, back, or has left."""
+        """Returns a line for each event since the last look: a server is up, is lost, is back or has left."""
         lines: list[str] = []
         with self._lock:
             for server in servers:
@@ -86,7 +86,7 @@ class ServerWatch:
         lines: list[str] = []
         if known.up and (not server.up or server.restarts > known.restarts):
             known.up, known.since, known.told = False, now, ""
-        if server.restarts > known.restarts:  # only then `reason` is the reason of this loss
+        if server.restarts > known.restarts:  # before that, `reason` is the reason of an earlier loss
             known.restarts = server.restarts
             reason = first_line(server.reason)
             if reason != known.told:
@@ -125,11 +125,11 @@ def server_lanes(
     spans: Sequence[Span], busy: Mapping[str, Sequence[tuple[float, float]]], down: Sequence[Span]
 ) -> list[Span]:
     """Returns the spans with a lane for each server instead of each engine: a request may move between servers unseen
-    by its engine. `busy` has the times when each server ran samples; those within a rollout belong to its step.
+    by its engine. `busy` has the times when each server ran samples; times within a rollout belong to its step.
     """
     if not spans:
         return []
-    lanes = Timeline(keep_steps=len(spans))  # joins what overlaps
+    lanes = Timeline(keep_steps=len(spans))  # joins spans that overlap
     for span in spans:
         if span.name != "rollout":
             lanes.add(span)
@@ -170,7 +170,7 @@ class ServerFile:
 
     def look(self) -> list[str]:
         """Carries out the file's changes once two looks have read the same text. Returns a line for each failure. A
-        missing file changes nothing, and no server leaves while a line can't be read."""
+        file that can't be read changes nothing, and no server leaves while a line can't be read."""
         try:
             text = self.file.read_text()
         except (OSError, UnicodeDecodeError):
@@ -198,7 +198,7 @@ class ServerFile:
         return complaints
 
     def _read(self, text: str) -> tuple[Mapping[str, str], list[str]]:
-        """Returns the address of each server's agent, by server, and a complaint for each line that can't be read."""
+        """Returns the address of each server's agent, by the server's address, and a complaint for each bad line."""
         wanted: dict[str, str] = {}
         complaints: list[str] = []
         for number, line in enumerate(text.splitlines(), start=1):

@@ -5,11 +5,11 @@ configuration) if there is no smaller delta, or the last `FULL_EVERY` versions a
 name when it is complete. `pull` makes a checkpoint folder of a version in a host's own memory, for servers to read.
 
 A delta is lossless: XOR of the words of two versions, compressed by zstd. After a small step, most weights are the same
-in bfloat16: the XOR is zeros with a few bits between. Its folder has the layout of SGLang's `/pull_weights` (pull
+in bfloat16: the XOR is zeros with a few bits between. A delta's folder has the layout of SGLang's `/pull_weights` (pull
 request 30367) and slime's disk deltas. An index like a checkpoint's names the base (the version before) in its
 metadata. A safetensors file has the compressed words of every changed tensor, and the xxh3 of every tensor of the
-version and of its `config.json`. Only these checksums show a damaged name, which would leave its tensor unchanged, or
-a wrong base.
+version and of its `config.json`. Only these checksums show a wrong base, or a damaged name, which would leave
+its tensor unchanged.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from .published import Published, as_bytes, sweep
 DTYPES = {name: jnp.dtype(dtype) for dtype, name in NAMES.items()}
 ITEM = "params"  # name of the Orbax item in the folder of a whole version
 SUMS = "checksums.json"  # checksums of a whole version's tensors and configuration
-FULL_EVERY = 32  # most deltas behind a whole version; a late host applies all of them
-AT_ONCE = 4  # tensors in memory, beside the tensor that is written
-PLACE = "fluxjax-pulled-"  # begins the name of a host's folder of copies; the name of their source follows
+FULL_EVERY = 32  # most deltas after a whole version; a late host applies all of these deltas
+AT_ONCE = 4  # threads that apply deltas, each to one tensor
+PLACE = "fluxjax-pulled-"  # begins the name of a host's folder of copies; the source's name follows
 SOURCE = "source.txt"  # holds the path of the source
-KEPT = 2  # versions on a host: the newest, and another version that a server may still be reading
+KEPT = 2  # versions on a host: the last pulled, and the one before, which a server may still be reading
 
 
 FILE, CONFIG = "model-00001-of-00001.safetensors", "config.json"  # files of a delta; a checkpoint has `CONFIG`, too
@@ -64,7 +64,7 @@ class PullError(RuntimeError):
 
 
 class DeltaError(RuntimeError):
-    """A delta does not fit the weights that it is applied to, or is damaged. The message names folder and tensor."""
+    """A version is damaged, or a delta does not fit the weights that it is applied to. The message names the folder."""
 
 
 class VersionFolders:
@@ -80,14 +80,14 @@ class VersionFolders:
         self._begin()
 
     def _begin(self) -> None:
-        """Begins a source. The numbers of its versions increase."""
+        """Begins a source, a folder of versions whose numbers increase."""
         self.source = self._shared / f"{self._prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.source.mkdir(parents=True)
         self._end = weakref.finalize(self, shutil.rmtree, self.source, ignore_errors=True)
         self.last = None
 
     def publish(self, published: Published) -> None:
-        """Writes a version, unless it is the last version. Raises OSError if there is no room. Blocks."""
+        """Writes a version, unless it was written last. Raises OSError if there is no room. Blocks."""
         with self._lock:
             if published is self.last:
                 return
@@ -125,7 +125,7 @@ class VersionFolders:
         with ocp.PyTreeCheckpointer() as writer:
             try:
                 writer.save((folder / ITEM).absolute(), tensors)
-            except ValueError as error:  # Orbax raises it for a full disk
+            except ValueError as error:  # Orbax raises ValueError for a full disk
                 raise OSError(f"{folder}: {error}") from error
         shutil.copy(published.folder / CONFIG, folder / CONFIG)
         sums = {name: checksum(tensor) for name, tensor in tensors.items()}
@@ -135,7 +135,7 @@ class VersionFolders:
         self._since_full = 0
 
     def keep(self, wanted: Sequence[Published]) -> None:
-        """Removes versions that neither `wanted` nor the last version need."""
+        """Removes the versions that neither `wanted` nor the last version needs."""
         with self._lock:
             there = _versions(self.source)
             versions = {published.version for published in (*wanted, *filter(None, [self.last]))} & there.keys()
@@ -149,7 +149,7 @@ class VersionFolders:
 
 
 def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Path:
-    """Returns a checkpoint folder of a version, below `local`. If possible, applies deltas to a version that is there.
+    """Returns a checkpoint folder of a version, below `local`. If possible, applies deltas to a version in `local`.
 
     Processes of a host may pull at once. Raises PullError, DeltaError and OSError; versions in `local` then stay.
     """
@@ -297,7 +297,7 @@ def _versions(folder: pathlib.Path) -> dict[int, pathlib.Path]:
 
 
 def _machine() -> str:
-    """A name of this host, its boot and its container: processes with one name share process ids."""
+    """A name of this host, its boot and its container: processes with equal names see the same process ids."""
     parts = [socket.gethostname().replace("-", "_")]
     for read in (lambda: pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()[:8],
                  lambda: "".join(filter(str.isdecimal, os.readlink("/proc/self/ns/pid")))):  # fmt: skip
@@ -319,7 +319,8 @@ def checksum(tensor: np.ndarray) -> str:
 
 def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base: int, version: int) -> int | None:
     """Writes the delta from one safetensors file to another of the same tensors, and returns its bytes. If the delta is
-    no smaller than the tensors, writes nothing and returns None. Raises OSError if the disk is full."""
+    no smaller than the tensors, writes nothing and returns None. Raises OSError if the disk is full, and DeltaError
+    for tensors of another shape or dtype."""
     with safe_open(new, framework="numpy") as tensors:
         names = sorted(tensors.keys())
     changed: dict[str, np.ndarray] = {}
@@ -339,7 +340,7 @@ def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base
     folder.mkdir()
     try:
         save_file(changed, folder / FILE, sums or None)  # {} would give a broken header
-    except SafetensorError as error:  # the library raises it for a full disk
+    except SafetensorError as error:  # the library raises this error for a full disk
         raise OSError(f"{folder}: {error}") from error
     metadata = {"version": f"{version:06d}", "base_version": f"{base:06d}", **FORMAT}
     write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict.fromkeys(changed, FILE)})
@@ -385,7 +386,7 @@ class Delta:
 
 
 def _undone(tensor: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Returns the tensor with its XOR undone. Raises ValueError and ZstdError for words of another length."""
+    """Returns the tensor with its XOR undone. Raises ValueError or ZstdError for damaged words."""
     # `decompress` would allocate whatever size the frame declares.
     came = zstandard.ZstdDecompressor().stream_reader(words.data).read(tensor.nbytes + 1)
     if len(came) != tensor.nbytes:

@@ -1,12 +1,12 @@
 """The Triton kernels of the head: sums of the softmax over the vocabulary, and gradients of a chunk of its logits.
 
 `sharding.vocab` launches them. A program computes logits tile by tile, `[TOKENS, IDS]` float32 in registers, and
-reduces them to sums or turns them into gradients. Scores are logits over the temperature, to base 2. The sum of
-`weight * score`, for the entropy, runs beside the running softmax (Milakov and Gimelshein, arXiv:1805.02867).
+reduces them to sums or turns them into gradients. Scores are logits over the temperature, times `log2(e)`. The
+sum of `weight * score`, for the entropy, runs beside the running softmax (Milakov and Gimelshein, arXiv:1805.02867).
 
 Arrays are dense: hidden `[T, D]`, head `[V, D]`; allowed `[V]` int8, filled up with zeros to full tiles; arrays with
-one number for each token `[T]` float32, but targets int32. Tokens are cut into tiles; the tiles of a group (its size is
-`vocab.TOGETHER`) run at once.
+one number for each token `[T]` float32, but targets int32. Tokens are cut into tiles;
+`vocab.TOGETHER` tiles make a group of tiles, which run at once.
 
 Only `launch` imports this file; the import fails without Triton.
 """
@@ -49,7 +49,7 @@ def softmax_sums(
     hidden, head, targets, allowed, scale, T, V, peaks, totals, slopes, hits,
     D: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of tokens in a group, parts of the vocabulary, groups. A program takes one tile and one part.
+    """Grid: tiles of tokens in a group, parts of the vocabulary, groups of tiles. A program takes a tile and a part.
 
     Results are `[parts, T]`: the largest score; the sum of weights `2**(score - largest)`; the sum of `weight * (score
     - largest)`, which loses no digits if scores are large; and the target's score, 0 if the target is in another part.
@@ -94,9 +94,9 @@ def logit_gradients(
     WIDTH: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr, DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of tokens in a group, tiles of ids, groups. `head`, `allowed` and `targets` belong to a chunk of V
-    ids, numbered from 0; `out` is `[T, WIDTH]` in the dtype of `hidden`, with zeros from V on. WIDTH is a multiple of
-    16 and a constant for the compiler, so that a thread stores 16 bytes at once.
+    """Grid: tiles of tokens in a group, tiles of ids, groups of tiles. `head`, `allowed` and `targets` belong to a
+    chunk of V ids, numbered from 0; `out` is `[T, WIDTH]` in the dtype of `hidden`, with zeros from V on. WIDTH is a
+    multiple of 16 and a constant for the compiler, so that a thread stores 16 bytes at once.
 
     With `log2 p = score - normaliser`, a gradient is `[id == target] hit_grad - p (grad + entropy_grad log2 p)`.
     """

@@ -1,4 +1,4 @@
-"""A shard plan: on how many devices, and on which, each sequence of a microbatch is computed. numpy only.
+"""A shard plan says on how many devices, and on which, each sequence of a microbatch is computed.
 
 Limits are the bounds of a plan; a Problem is one microbatch to place, in numbers. For a microbatch that no planner can
 place, `pose` raises PlanError, naming the sequence or field.
@@ -29,9 +29,9 @@ class PlanError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """A round of a plan, computed by all devices at once: one sequence group on each group of `degree` devices.
+    """A round of a plan, computed by all devices at once: one stream of sequences on each group of `degree` devices.
 
-    `groups[g]` are the sequences, in order, of the packed stream of devices `[g * degree, (g + 1) * degree)`. A stream
+    `groups[g]` are the sequences, in order, of the stream of devices `[g * degree, (g + 1) * degree)`. A stream
     is cut into `degree` chunks; the first chunks may be one token longer.
     """
 
@@ -113,8 +113,8 @@ def rounds(num_devices: int, degrees: Sequence[int], firsts: Sequence[int]) -> t
 class Deal(NamedTuple):
     """Attention heads as they are dealt to the devices of a group, each of which computes equally many.
 
-    If heads do not divide evenly, zeros fill them up, or several devices get copies of a KV head and each computes a
-    part of its query heads. There are `kv` KV heads after filling up, `copies` copies of each, and `queries` query
+    If heads do not divide evenly, zeros fill them up, or several devices get copies of a KV head and divide
+    the query heads that read it. There are `kv` KV heads after filling up, `copies` copies of each, and `queries` query
     heads for each copy. All copies are cut into `degree` consecutive equal parts.
     """
 
@@ -159,13 +159,13 @@ class Limits:
     """The settings of every planner. Sizes are tokens.
 
     `max_degree`: most devices for one sequence, a power of two; 0 for the most that devices and heads allow. A group
-    stays in an aligned block; its size is the largest power of two that divides the devices (12: 4, odd numbers: 1).
+    stays in an aligned block; the block's size is the largest power of two that divides the devices (12: 4, odd: 1).
     `num_heads`: query heads; no degree exceeds this number. 0: heads set no bound.
-    `alpha`: most tokens of a device over the mean (FlexRL's alpha). It is exceeded, by as little as the search finds,
-    only if one sequence or one block of `max_degree` devices holds more at the highest degree.
-    `tolerance`: accepted excess of the largest compute load over the smallest possible; within it, less traffic counts.
+    `alpha`: most tokens of a device over the mean (FlexRL's alpha). More are accepted, as few as the search finds, only
+    if one sequence or one block of `max_degree` devices holds more at the highest degree.
+    `tolerance`: excess of the largest compute load over the smallest possible that is accepted for less traffic.
     `tokens_per_device`: the tokens of a device's buffer, padding of chunks included; never exceeded. 0: no bound.
-    `tau`: degrees above it leave a host, and their traffic counts `GAMMA` times (SplitCost).
+    `tau`: degrees above `tau` leave a host, and their traffic counts `GAMMA` times (SplitCost).
     """
 
     max_degree: int = 0
@@ -225,7 +225,7 @@ class Problem:
     memory_limit: float
 
     def plan(self, degrees: Sequence[int], firsts: Sequence[int]) -> ShardPlan:
-        """The plan with its rounds. Raises PlanError if a device gets more than `limits.tokens_per_device`."""
+        """The plan with its rounds. Raises PlanError if a device gets more tokens than `limits.tokens_per_device`."""
         plan = ShardPlan(
             self.num_devices,
             tuple(self.lengths_I.tolist()),
@@ -245,7 +245,7 @@ class Problem:
 
     @property
     def weights(self) -> list[float]:
-        """The traffic of one token at degree 1, 2, 4 and so on, summed over its group."""
+        """The traffic of one token at degree 1, 2, 4 and so on, summed over the devices of a group."""
         limits, degrees = self.limits, [2**k for k in range(self.max_degree.bit_length())]
         return [(degree - 1) / degree * (GAMMA if degree > limits.tau else 1.0) for degree in degrees]
 
@@ -296,7 +296,7 @@ def pose(
                 f"{int(lengths_I.sum())} tokens do not fit {num_devices} devices of limits.tokens_per_device {room} at "
                 f"limits.max_degree {degree}: one device would hold at least {math.ceil(least_memory)}"
             )
-        # A round may add a token of padding.
+        # Each round may add a token of padding.
         memory = max(least_memory, min(memory, float(room - degree.bit_length())))
     return Problem(
         lengths_I=lengths_I,
@@ -312,8 +312,8 @@ def pose(
 
 
 def least_load(amounts_I: np.ndarray, num_devices: int, max_degree: int) -> float:
-    """A bound below the largest load of a device under any plan. It is the mean, or more: of the `k * blocks + 1`
-    largest sequences, some `k + 1` share one block of `max_degree` devices."""
+    """A lower bound of the largest load of a device under any plan: the mean, or more. Of the `k * blocks + 1` largest
+    sequences, some `k + 1` share one block of `max_degree` devices."""
     if not len(amounts_I):
         return 0.0
     blocks = num_devices // max_degree

@@ -1,6 +1,6 @@
 """Lays a microbatch whose sequences are shared by several devices into its buffers.
 
-Every device has one dense row of `T` tokens: its chunks of all its sequence groups, one round after another. A round
+Every device has one dense row of `T` tokens: its chunk of a stream in each round, one round after another. A round
 sees its part of the row as a view: `budget` columns (a static size) from a column that may differ on each device. So
 MLPs compute no padding except the end of the row, whatever the sum of the rounds' budgets.
 """
@@ -36,7 +36,7 @@ class Spread:
     `rounds` are (degree, budget) in the order of execution: degrees never increase. `axes` are the mesh's axes of size
     two, outermost first; a group of degree `p` is the product of the last `log2(p)` axes.
 
-    `runs` are the tables of each round's streams, if the model has layers with a state: a device has its group's table.
+    `runs` are the tables of each round's streams, if the model has layers with a state; a device has its group's table.
     """
 
     starts_BJ: Any  # i32
@@ -47,7 +47,7 @@ class Spread:
     runs: tuple[PackedRuns, ...] = ()
 
     def group(self, degree: int) -> tuple[str, ...]:
-        """The mesh axes of a group of `degree` devices; none for 1. Raises MeshError for a wider group."""
+        """The mesh axes of a group of `degree` devices; none for degree 1. Raises MeshError for too high a degree."""
         return group_axes(self.axes, degree)
 
     def with_exports(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B S D"]:
@@ -62,7 +62,7 @@ class Spread:
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The device and column of every token of a shard plan. `starts` and `counts` are those of `Spread`, `[devices,
-    rounds of the plan]`. The sizes of the buffers are still open; see `needs`.
+    rounds of the plan]`. A layout has no sizes of buffers yet; see `needs`.
     """
 
     plan: ShardPlan
@@ -70,13 +70,13 @@ class Layout:
     counts: np.ndarray
 
     def needs(self) -> Sizes:
-        """The least size of each buffer: `columns` of a row, and a budget for each round, `round/<degree>/<k>`."""
+        """The least size of each buffer: `columns` of a row, and the budget of each round, `round/<degree>/<k>`."""
         sizes = {"columns": int(self.counts.sum(axis=1).max(initial=1))}
         return sizes | {name: int(self.counts[:, j].max(initial=1)) for j, name in enumerate(self.names())}
 
     def places(self) -> tuple[np.ndarray, np.ndarray]:
-        """(device, column) of every token, sequence after sequence. They are computed anew at each call: process 0 of
-        many has the layouts of a complete step, and needs few of the tokens' places."""
+        """(device, column) of every token, sequence after sequence. Each call computes the places anew:
+        process 0 of several has the layouts of a complete step, and needs few places."""
         first_token = np.cumsum([0, *self.plan.lengths])
         device, column = np.zeros((2, first_token[-1]), np.int64)
         for j, round in enumerate(self.plan.rounds):
@@ -159,8 +159,8 @@ class SizedLayout:
         return tuple(tables)
 
     def padding(self) -> dict[str, float]:
-        """The shares of padding: `mlp` is that of the rows' columns, `all_to_all` that of the sharded rounds' columns,
-        on the device with most tokens in these rounds."""
+        """The shares of padding: `mlp` in the columns of rows, `all_to_all` in the columns of sharded rounds, on the
+        device with most tokens in these rounds."""
         sharded = [j for j, (degree, _) in enumerate(self.rounds) if degree > 1]
         sent = sum(self.rounds[j][1] for j in sharded)
         used = int(self.counts[:, sharded].sum(axis=1).max()) if sharded else 0
@@ -178,7 +178,7 @@ def _round_order(name: str) -> tuple[int, int]:
 def size_weight(name: str) -> float:
     """The cost of a unit of a buffer's size. A column of the row passes all of the decoder and costs 1.
 
-    Sharded rounds are sent; patches and features pass a smaller tower and the wire; exports are few.
+    Sharded rounds are sent; patches and features pass a smaller tower, and are sent; exports are few.
     """
     if name.startswith("round/"):
         return 0.25 if _round_order(name)[0] < -1 else 0.05

@@ -1,18 +1,18 @@
-"""Training that begins before a round is over: two helpers, consulted by policies that train in rounds.
+"""Two helpers begin training before a round is over. Policies that train in rounds consult these helpers.
 
-The stream trainer: gradients of complete groups while other responses are generated (Flexes, section 4.4).
+The stream trainer computes gradients of complete groups while other responses are generated (Flexes, section 4.4).
 
-Engines run out of work towards the end of a round. At milestones of its progress, the helper projects the peak of the
+Engines run out of work towards the end of a round. At milestones of the round, the helper projects the peak of the
 caches: can half of the engines hold all running responses? If so, the other half is lent to training until the round is
 over. The responses on lent engines continue on other engines: their tokens stay, their cache is computed again. The
 devices of the lent engines then compute the gradients of complete groups, a few groups at a time. The update waits for
 the end of the round, so that the trained tokens are no older than without this helper.
 
-Speculative sync: training begins before a batch is complete, if the batch is predicted to be complete in time.
+Speculative sync begins to train before a batch is complete, if the batch is predicted to be complete in time.
 
 Source: Flux, insight 2 and its table ("predicts long-tail rollouts, starts training early"). The gradients of the
 complete groups take some time. If the missing responses are predicted to end within that time, with at least the set
-confidence, these gradients are computed now, on the trainer's devices; the update waits for the missing groups. So
+confidence, these gradients are computed at once, on the trainer's devices; the update waits for the missing groups. So
 training stays exactly as on-policy as without the helper. A wrong prediction costs only time, and only if engines and
 trainer share devices: the running responses then end later.
 """
@@ -26,7 +26,7 @@ from ..ledger import Entry, PromptStage
 from ..machine import Coordinator
 from ..messages import Accumulate, Instruction, Lend, response_id
 
-_LOOKS = 16  # predictions made in the time that the gradients take; each costs work for many responses
+_LOOKS = 16  # predictions made in the time that the gradients take; a prediction costs work for many responses
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,7 +59,7 @@ class StreamTrainer:
         return [Accumulate(coordinator.step + 1, groups, tuple(sorted(coordinator.fleet.lent)))]
 
     def _scale_down(self, coordinator: Coordinator) -> Sequence[Instruction]:
-        """Decides whether half of the engines are lent to training: algorithm 1, lines 14 to 21."""
+        """Decides whether half of the engines are lent to training (Flexes, algorithm 1, lines 14 to 21)."""
         progress = _progress(coordinator)
         if not self.first <= progress <= self.last or progress - self._looked < self.every:
             return []
@@ -124,8 +124,8 @@ class SpeculativeSync:
 
 
 def probability(coordinator: Coordinator, seconds: float) -> float:
-    """Returns the predicted probability that the batch's missing groups are complete within `seconds`; their rewards
-    may arrive later. If more prompts run than are needed, the likeliest prompts count."""
+    """Returns the predicted probability that the batch's missing groups are complete within `seconds`; the groups'
+    rewards may arrive later. If more prompts run than are needed, the likeliest prompts count."""
     ledger = coordinator.ledger
     missing = coordinator.settings.prompts_per_step - ledger.count(
         PromptStage.COMPLETE, PromptStage.SCORED, PromptStage.TRAINING
@@ -137,7 +137,7 @@ def probability(coordinator: Coordinator, seconds: float) -> float:
 
 
 def _in_time(coordinator: Coordinator, entry: Entry, seconds: float) -> float:
-    """Returns the probability that enough responses of a group end within `seconds`, as if they were independent."""
+    """Returns the probability that enough responses of a group end within `seconds`, if responses are independent."""
     pace, lengths, now = coordinator.pace, coordinator.lengths, coordinator.now
     chances = []
     for sample in set(range(entry.n)) - entry.responses.keys():

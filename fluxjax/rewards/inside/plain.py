@@ -1,8 +1,8 @@
-"""Plain data as lines of JSON: the only data between tests and the code that they test.
+"""Plain data as lines of JSON: the only data that tests exchange with the tested code.
 
-A received value consists of built-in types, whatever object was sent: it cannot claim to equal everything, nor run code
-when it is compared, printed or unpacked. Texts, lists, None, booleans and most numbers stand for themselves; any other
-value is a dict with one key, the name of its type. No code is evaluated and no data unpickled.
+A received value consists of Python's own types, whatever object was sent: the value cannot claim to equal everything,
+nor run code when it is compared, printed or unpacked. Texts, lists, None, booleans and most numbers stand for
+themselves; any other value is a dict with one key, such as its type's name. No code is evaluated, no data unpickled.
 """
 
 import collections
@@ -32,7 +32,7 @@ _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 
 
 class NotPlain(Exception):
-    """A value is not plain data, or a line is not of this protocol; the message says which."""
+    """A value is not plain data, or a line is not of this protocol."""
 
 
 def _refuse(value: Any) -> Any:
@@ -43,7 +43,7 @@ def encode(value: Any, encode_object: Callable[[Any], Any] = _refuse) -> Any:
     """Returns a value as `json` can write it. Subclasses become their built-in base type; `encode_object` encodes
     other objects.
 
-    Raises `NotPlain`.
+    Raises `NotPlain` for an iterator that is too long, and, by default, for other objects.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -66,7 +66,7 @@ def encode(value: Any, encode_object: Callable[[Any], Any] = _refuse) -> Any:
     kind = type(value)
     if _MODULES.get(kind.__name__) == kind.__module__:
         return {kind.__name__: str(value)}
-    if kind.__module__ == "numpy":  # its arrays and numbers; `float64` is a float already
+    if kind.__module__ == "numpy":  # numpy's arrays and numbers; `float64` is a float already
         return encode(value.tolist(), encode_object)
     return encode_object(value)
 
@@ -83,7 +83,7 @@ def _encode_items(values: Iterable[Any], encode_object: Callable[[Any], Any]) ->
 def decode(data: Any, object_at: Callable[[int], Any] = _refuse) -> Any:
     """Returns the value that `encode` was given; `object_at(n)` returns the object of `{"object": n}`.
 
-    Raises `NotPlain` for anything that `encode` does not write.
+    Raises `NotPlain` for data that are not of this protocol.
     """
     if data is None or isinstance(data, bool | int | float | str):
         return data
@@ -109,7 +109,7 @@ def decode(data: Any, object_at: Callable[[int], Any] = _refuse) -> Any:
 
 
 def write(pipe: BinaryIO, message: Any) -> None:
-    """Writes a result of `encode` as one line. Raises `NotPlain` if it is nested too deep, or too long."""
+    """Writes a result of `encode` as one line. Raises `NotPlain` if the result is nested too deep, or too long."""
     try:
         line = json.dumps(message).encode()
     except (RecursionError, ValueError) as error:
