@@ -81,7 +81,7 @@ class Rollout:
     # --- requests -----------------------------------------------------------------------------------
 
     def generate(self, order: Generate, step: int) -> None:
-        """Begins requests; responses that ended before (`begun`) do not run again."""
+        """Begins requests. Responses in `Request.begun` that have ended do not run again."""
         if not self._open:
             self._busy_since = self.clock.now
         for request in order.requests:
@@ -144,7 +144,7 @@ class Rollout:
         found = engine.abort(name)
         if engine.up:
             self.aborted += len(found)
-        else:  # samples that wait for an engine that is down were never launched
+        else:  # samples that wait for an engine that is down do not count as launched
             self.launched -= len(found)
         if found:
             self._close(opened, len(found))
@@ -179,8 +179,7 @@ class Rollout:
                 self._loaded()
 
     def sleep(self, engines: set[int]) -> set[int]:
-        """Pauses some engines until `wake`, so that their GPUs are free. Returns the engines that did not sleep
-        already."""
+        """Pauses some engines until `wake`, so that their GPUs are free. Returns the engines that were awake."""
         awake = {index for index in engines if not self.engines[index].paused}
         for index in sorted(awake):
             self.engines[index].pause()
