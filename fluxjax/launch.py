@@ -4,7 +4,7 @@
 
 Arguments behind `--` go to `python -m fluxjax.train`. Process 0 writes here; the others to RUN.process-1.log and so
 on, beside the run's folder. When a process is killed, fails or freezes, all processes end, and a new attempt goes on
-from the newest checkpoint. At most --restarts attempts in a row may begin without a newer checkpoint. An error that
+from the newest checkpoint. At most --restarts new attempts in a row begin without a newer checkpoint. An error that
 only you can mend (a setting, a file) ends the run. On clusters, start `fluxjax.train` itself, with
 `--config.distributed.*`; a scheduler that starts it again (deploy/) makes it go on from the newest checkpoint.
 """
@@ -107,7 +107,7 @@ class Supervisor:
 
     def stop(self, number: int) -> None:
         """Passes a signal on to process 0. After the first signal, process 0 ends all processes in good order; after
-        the second signal, they end at once. No further attempt begins."""
+        the second signal, all processes end within AT_ONCE seconds. No further attempt begins."""
         self._signals, self._number = self._signals + 1, number
         if self._run is not None:
             self._run.signal(number)
@@ -183,8 +183,8 @@ class Processes:
             self._children[0].send_signal(number)
 
     def wait(self) -> Failure | None:
-        """Waits until all processes have ended; returns the failure, or None. Kills all processes if one has failed or
-        stopped and they do not end by themselves."""
+        """Waits until all processes have ended; returns the failure, or None. Kills processes that still run too long
+        after a process has ended or was stopped, or after `deadline`."""
         ended: dict[int, int] = {}
         frozen: list[int] = []
         since = going = time.monotonic()

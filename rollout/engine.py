@@ -16,7 +16,7 @@ from sharding.mesh import Device
 class FinishReason(enum.Enum):
     STOP = "stop"  # a stop id was sampled; it is the last token of the response
     LENGTH = "length"  # `max_new_tokens` reached
-    ABORT = "abort"  # aborted by the caller; tokens generated until then are kept
+    ABORT = "abort"  # aborted by the caller, or because `need` samples have ended; its tokens so far are kept
 
 
 @dataclasses.dataclass(frozen=True)

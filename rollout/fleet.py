@@ -35,8 +35,8 @@ Order = TypeVar("Order", bound=Callable[..., Coroutine[Any, Any, None]])
 
 
 class Fleet(FleetState):
-    """The servers of the engines in `seats`. `call` runs `ready` in the fleet's thread; any thread may call the other
-    methods. Call `close` at the end."""
+    """The servers of the engines in `seats`. Any thread may call the methods, except `ready`: hand it to `call`, which
+    runs it in the fleet's thread. Call `close` at the end."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,9 +104,9 @@ class Fleet(FleetState):
         await self._loop.shutdown_default_executor()
 
     async def ready(self) -> None:
-        """Returns when every server is up, or waits because its seat sleeps. A server that is up has the weights of its
-        seat or sleeps. After `options.start_seconds`, raises EngineError, which says why the remaining servers are not
-        up."""
+        """Returns when each server is up, with the weights of its seat or asleep, or is a server that starts only when
+        its sleeping seat wakes. After `options.start_seconds`, raises EngineError, which says why the remaining servers
+        are not up."""
         if not await self.until(lambda: all(s.up or s.waits for s in self.members), self.options.start_seconds):
             raise EngineError("; ".join(server.state() for server in self.members if not (server.up or server.waits)))
 

@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def arrange(text: str, images: Sequence[str], videos: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
-    """The marked text and its media in the order of the marks; a text without marks gets them at its beginning.
+    """The marked text, and its media in the order of the marks; a text without marks gets its marks at the beginning.
 
     Raises ValueError if marks and files differ in number.
     """

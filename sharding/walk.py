@@ -115,8 +115,8 @@ class Walk:
     """The single-device walk, and the base of all other walks.
 
     `gather(spec, local)` turns the local shard of an (unstacked) weight into the complete weight, in the compute dtype.
-    `remat` says what the backward pass computes again of each layer (`REMAT`). With `none` it computes nothing again,
-    but gathers weights again: otherwise every device would hold the complete model between forward and backward pass.
+    `remat` says which values of a layer the backward pass computes again (`REMAT`). With `none` it only gathers weights
+    again: otherwise every device would hold the complete model between forward and backward pass.
     `merge(weight, a, b)` returns a complete weight plus the product of its adapters.
     """
 
@@ -227,7 +227,7 @@ Params: TypeAlias = dict[str, Any]  # nested, one leaf for each weight; stacked 
 class Tally:
     """The quantities that a microbatch contributes to a step, by name. Every entry is a float32 scalar."""
 
-    sums: dict[str, Any]  # added up over rows, devices and microbatches; leaves may be arrays or their shardings
+    sums: dict[str, Any]  # added up over rows, devices and microbatches; an entry may be the sharding of the scalar
     maxima: dict[str, Any]  # the largest over rows, devices and microbatches
 
     def __add__(self, other: Tally) -> Tally:

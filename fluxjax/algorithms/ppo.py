@@ -60,7 +60,8 @@ def value_loss(values_BT: TokenValues, batch: TrainBatch, value_clip: float = VA
 
 
 def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: float, decay: float) -> np.ndarray:
-    """Returns the advantage of each token. `lengths` are the tokens of each response; `decay` is lambda."""
+    """Returns the advantage of each token. `lengths` has the number of tokens of each response; `decay` is lambda.
+    Raises ValueError if the numbers of rewards, values and tokens differ."""
     rewards, values = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
     lengths = np.asarray(lengths, np.int64)
     if not len(rewards) == len(values) == lengths.sum():
@@ -68,7 +69,7 @@ def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: flo
     ends = np.cumsum(lengths)
     advantages = np.zeros(len(values))
     following, value_after = np.zeros(len(lengths)), np.zeros(len(lengths))  # A and V of the next token, by response
-    for back in range(1, int(lengths.max(initial=0)) + 1):  # the tokens at the distance `back` from the end
+    for back in range(1, int(lengths.max(initial=0)) + 1):  # back = 1: the last token of each response
         having = np.flatnonzero(lengths >= back)
         at = ends[having] - back
         delta = rewards[at] + gamma * value_after[having] - values[at]

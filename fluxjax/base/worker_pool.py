@@ -37,7 +37,7 @@ class WorkerTimeout(Exception):
 
 
 class WorkerDied(Exception):
-    """The process of a call ended, needed too much memory, or could not be started."""
+    """The process of a call ended, needed too much memory, answered another job, or could not be started."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -104,7 +104,7 @@ class _Process:
             self._process.kill()
 
     def end(self) -> str:
-        """Kills the process if it lives, and returns how it ended."""
+        """Closes the channel, kills the process if it does not end within CLOSING_SECONDS, and returns how it ended."""
         self.channel.close()
         try:
             code = self._process.wait(CLOSING_SECONDS)

@@ -272,8 +272,8 @@ class Team:
 
     def whole(self, make: Callable[[], Params], mesh: Mesh, *, adapters: bool = False) -> Params:
         """Returns the weights that `make` returns, of the model or its adapters, as complete arrays in the memory of
-        process 0. Tells the other processes to call `make` and take part in gathering. A process that is alone gets the
-        weights unchanged."""
+        process 0. Orders the other processes to take part in the gathering. A process that is alone gets the weights
+        unchanged."""
         return make()
 
     def stepped(self, idle: float | None = None) -> None:

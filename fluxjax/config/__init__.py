@@ -58,7 +58,7 @@ from .servers import RolloutEngine, Route, ServersConfig, WeightsConfig
 class FSDP(Chosen):
     """Every device computes whole sequences."""
 
-    spreads: ClassVar[bool] = False  # several devices may compute a sequence together
+    spreads: ClassVar[bool] = False  # True if several devices may compute a sequence together
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,7 +94,7 @@ class Remat(enum.Enum):
     NONE = "none"
     DOTS = "dots"  # the backward pass keeps a layer's input and products with weights, and computes the rest again
     LAYER = "layer"  # the backward pass keeps a layer's input
-    OFFLOAD = "offload"  # as layer, but in the host's memory
+    OFFLOAD = "offload"  # the backward pass keeps a layer's input in the host's memory
     AUTO = "auto"  # the first of these with which the run fits in the pre-flight; none if there is no pre-flight
 
 
@@ -237,7 +237,7 @@ class ReportConfig(Section):
 
     @property
     def prometheus_address(self) -> tuple[str, int]:
-        """The host and the port to serve metrics on; port 0: they are not served."""
+        """The host and the port to serve metrics on; the port is 0 if metrics are not served."""
         host, _, port = self.prometheus.rpartition(":")
         return host.strip("[]") or "127.0.0.1", int(port or 0)
 

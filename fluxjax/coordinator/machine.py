@@ -36,7 +36,7 @@ class SchedulingPolicy(Protocol):
     returns no instruction."""
 
     def decide(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
-        """Returns the next instructions, all possible in the present state; none: wait for events."""
+        """Returns the next instructions, all possible in the present state; no instruction waits for the next event."""
         ...
 
     def state_dict(self) -> State:
@@ -179,7 +179,7 @@ class Coordinator:
             self.awaiting[kind] = instruction
 
     def _note(self, message: messages.Message) -> None:
-        if type(message) is not messages.Tick:  # every line shows its time
+        if type(message) is not messages.Tick:  # a tick needs no line: every line shows the time
             self._log.append((self.step + 1, self.now, message))
 
     _hear: Final = Handlers(messages.Event)

@@ -257,7 +257,7 @@ def _version(ref: MediaRef) -> tuple[str, str, str]:
 
 
 def _still(ref: MediaRef, source: Source) -> None:
-    """Raises StaleTicket if the file of `ref` has changed since its ticket; bytes in memory can't change."""
+    """Raises StaleTicket if the file is no longer the version that `ref` names; bytes in memory can't change."""
     if isinstance(source, str):
         check_ref(ref)
 

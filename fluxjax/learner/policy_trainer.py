@@ -113,7 +113,7 @@ class PolicyTrainer:
             or self._algorithm.response_ratios
         )
         self._critic = models.critic if self._algorithm.critic else None
-        self._judged: dict[str, float] = {}  # metrics of the step under way
+        self._judged: dict[str, float] = {}  # metrics of `_judge`, of the step under way
         self._early: dict[Gradients, Portion] = {}  # portions of the step under way, by the object that computed them
         self._lent: dict[tuple[Any, ...], _Place] = {}  # by devices
 
@@ -269,9 +269,9 @@ class PolicyTrainer:
     def _scored(
         self, parts: Sequence[Portion], compositions: Sequence[Composition], place: _Place
     ) -> list[Composition]:
-        """Returns the compositions with all that the loss reads: log-probs of the reference, if there is one, and of
-        the weights to train, if importance weights, ratios of complete responses or several optimizer steps need them.
-        If advantages depend on log-probs or on the critic, the groups of the parts get new advantages."""
+        """Returns the compositions with all that the loss reads: log-probs of the reference, if there is one, and
+        whatever importance weights, ratios of complete responses or several optimizer steps need of the weights to
+        train. If advantages depend on log-probs or on the critic, the groups of the parts get new advantages."""
         settings, algorithm, scored = self._config.algorithm, self._algorithm, list(compositions)
         needed = self._needs_scores
         for composition in filter(lambda composition: composition.coming, compositions):  # most steps have none
@@ -308,8 +308,8 @@ class PolicyTrainer:
     def _judge(
         self, portions: Sequence[Portion], compositions: Sequence[Composition], kl: Sequence[np.ndarray]
     ) -> list[Composition]:
-        """Returns the minibatches with the critic's advantages. The samples of the portions get the mean advantage of
-        their tokens."""
+        """Returns the minibatches with the critic's advantages. Each sample of the portions gets the mean advantage of
+        its tokens."""
         assert self._critic is not None
         samples = [sample for part in portions for group in part.groups for sample in group.samples]
         outcomes = {(sample.response.draw, sample.response.sample): sample.advantage for sample in samples}
@@ -320,7 +320,8 @@ class PolicyTrainer:
         return judged
 
     def _rewarded(self, portions: Sequence[Portion], keys: Sequence[Key], sums: Arrays) -> Arrays:
-        """Returns the advantages of these responses of the portions, after their rewards have lost their `kl`."""
+        """Returns the advantages of the responses `keys`, whose rewards first lose the KL term, and sets them in the
+        groups of `portions`. `sums["kl"]` has the KL of each response."""
         settings, kl = self._config.algorithm, dict(zip(keys, sums["kl"].tolist(), strict=True))
         groups = [group for part in portions for group in part.groups]
         paid = [less_kl(group, kl, settings.kl_coefficient) for group in groups]
@@ -414,8 +415,8 @@ def has_gradient(groups: Iterable[Group], skip_idle: bool) -> bool:
 
 
 def joined(gradients: Gradients, portions: Sequence[Portion]) -> Portion:
-    """Joins portions into one. Its outcome, if any portion has one, is on the mesh of `gradients`; the portions'
-    outcomes may be donated. A portion without an outcome counts for the normaliser only."""
+    """Joins portions into one portion. If any portion has an outcome, the joined outcome is on the mesh of `gradients`,
+    and the outcomes of `portions` may be donated. A portion without an outcome counts for the normaliser only."""
     size = sum(portion.size for portion in portions)
     compositions: Sequence[Composition] = ()
     total: Outcome | None = None

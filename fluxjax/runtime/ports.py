@@ -48,7 +48,8 @@ class Checkpointer(Protocol):
         ...
 
     def save(self, step: int, state: State) -> None:
-        """Saves in the trainer's thread, so that nothing is trained meanwhile; may go on writing in the background."""
+        """Saves a checkpoint. The trainer's thread calls `save`, so that nothing is trained meanwhile; writing may go
+        on in the background."""
         ...
 
 

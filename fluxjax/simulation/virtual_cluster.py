@@ -80,8 +80,8 @@ class Cluster:
         self._heard = 0.0  # the time of the last event
 
     def run(self) -> messages.Finish:
-        """Runs until the coordinator is finished. Raises StuckError if it waits for ever, and the coordinator's
-        errors."""
+        """Runs until the coordinator is finished. Raises StuckError if the coordinator waits for ever, and the
+        coordinator's errors."""
         self.clock.at(0.0, partial(self.post, messages.Started(0)))
         meet_incidents(self.rollout, self.faults, over=lambda: self.clock.now - self._heard > PATIENCE)
         self.clock.run()

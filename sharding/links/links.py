@@ -226,9 +226,9 @@ class Links:
             raise self._error()
 
     def close(self) -> None:
-        """Closes the links in good order and notifies the peers: their `receive` from this process and `barrier` then
-        fail at once, their other waits after the time-out. Call it after a `barrier`, as peers may still fetch offered
-        arrays. After a failure, call `leave` instead."""
+        """Closes the links in good order and notifies the peers. In a peer, `receive` from this process and `barrier`
+        then fail at once, other waits fail after the time-out. Call `close` after a `barrier`, as peers may still fetch
+        offered arrays. After a failure, call `leave` instead."""
         with self._news:
             if self._closed or self._announced:
                 return
@@ -326,7 +326,7 @@ def _arrive(arrays: Sequence[jax.Array], hopeless: Callable[[], bool]) -> bool:
     """Returns True once all `arrays` are fetched or computed, False soon after `hopeless()`: JAX's own wait for a
     hanging peer never ends. Raises the error of the program or the transfer that should have filled them.
 
-    A thread waits. If the arrays never arrive, it can't be stopped and waits until the process ends.
+    JAX's wait runs in a thread that can't be stopped: if the arrays never arrive, it waits until the process ends.
     """
     done, errors = threading.Event(), list[Exception]()
 

@@ -75,7 +75,7 @@ class ShapeBook:
             return sizes, None
         unready = [entry for number, entry, _ in self.coming if number == devices] + [sizes]
         ready = [entry for entry in self.holding(needs, caps, devices) if entry not in unready]
-        if not ready:  # no entry is large enough: the new entry is compiled now
+        if not ready:  # no ready entry is large enough: the new entry is compiled now
             self.coming = [known for known in self.coming if known[:2] != (devices, sizes)]
             return sizes, None
         if new:
@@ -102,7 +102,7 @@ class ShapeBook:
         self.served[devices] = self.divided[devices] = 0
         if len(entries) < places - 1:
             sizes = dict(needs) if exact else self._fresh(needs, caps, usable)
-        else:  # the last place: sizes without a cap grow to a power of two
+        else:  # the last entry: sizes without a cap grow to a power of two
             names = {name for known in [needs, caps, *usable] for name in known}
             known = [needs, *usable]
             sizes = {name: caps.get(name) or _doubled(max(k.get(name, 0) for k in known)) for name in sorted(names)}
@@ -146,7 +146,7 @@ class ShapeBook:
         return sorted({c for sizes in entries if least <= (c := sizes[BASE]) <= most})
 
     def full(self, devices: int) -> bool:
-        """Says whether another entry for this number of devices would take the last place."""
+        """Says whether another entry for this number of devices would be the last possible entry."""
         return len(self.entries.get(devices, [])) >= self.places(devices) - 1
 
     def _usable(self, needs: Mapping[str, int], caps: Mapping[str, int], devices: int) -> list[Sizes]:
