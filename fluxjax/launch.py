@@ -6,7 +6,7 @@ Arguments behind `--` go to `python -m fluxjax.train`. Process 0 writes here; th
 on, beside the run's folder. When a process is killed, fails or freezes, all processes end, and a new attempt goes on
 from the newest checkpoint. At most --restarts new attempts in a row begin without a newer checkpoint. An error that
 only you can mend (a setting, a file) ends the run. On clusters, start `fluxjax.train` itself, with
-`--config.distributed.*`; a scheduler that starts it again (deploy/) makes it go on from the newest checkpoint.
+`--config.distributed.*`; a run that the scheduler starts again (deploy/) goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class Supervisor:
 
 
 class Failure:
-    """The end of an attempt that failed: `process` failed first, others because of it; `by_user`: only the user can
-    mend the error. `status` is the exit status that a shell would show."""
+    """The end of an attempt that failed. `process` is the likeliest cause; `by_user` says whether only the user can
+    mend the error; `status` is the exit status that a shell would show."""
 
     def __init__(self, ended: Mapping[int, int], frozen: Collection[int] = ()) -> None:
         """`ended` has the statuses of the processes that failed, in the order in which they ended; `frozen` are

@@ -6,9 +6,9 @@ aborts and new weights.
 
 Devices other than CPUs get a turn *ahead*: the host dispatches it before it has read the tokens of the previous turn.
 The device has the last token of each sample, and the host knows the number of tokens, unless a stop id was sampled;
-tokens behind a stop id are dropped. Decisions that depend on unread tokens wait until they are read: preemption, blame
-for a failed turn, and all that `_between_turns` protects. Only counts of tokens and pages decide which turn is next,
-never the time that the device takes.
+tokens behind a stop id are dropped. Decisions that depend on unread tokens wait until the tokens are read: preemption,
+blame for a failed turn, and all that `_between_turns` protects. Only counts of tokens and pages decide which turn is
+next, never the time that the device takes.
 
 A weight update discards the cached keys and values: running samples are prefilled again, so that the log-probs of
 later tokens are those of the new weights alone.

@@ -36,7 +36,8 @@ class SchedulingPolicy(Protocol):
     returns no instruction."""
 
     def decide(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
-        """Returns the next instructions, all possible in the present state; no instruction waits for the next event."""
+        """Returns the next instructions, all possible in the present state. After an empty answer, the coordinator
+        waits for the next event."""
         ...
 
     def state_dict(self) -> State:

@@ -44,7 +44,7 @@ class PlaceRefuses(DataError):
 class FlightPlace:
     """The preprocessor at `address`, HOST:PORT; each question carries `settings`. The first question connects.
 
-    A method's `seconds` bound its question. The methods may be called from any thread. They raise PlaceLost,
+    `seconds` bound the time of a method's question. The methods may be called from any thread. They raise PlaceLost,
     PlaceRefuses, and DataError for a failure within the preprocessor.
     """
 

@@ -45,7 +45,7 @@ class SandboxLimits:
     seconds: float = 10.0  # seconds of wall time
     cpu: float = 10.0  # seconds of CPU time of each process, rounded up
     memory: int = 512 * MIB  # bytes: address space of each process, resident memory of all processes together
-    processes: int = 16  # threads count, too
+    processes: int = 16  # processes and threads together
     disk: int = 16 * MIB  # bytes in /tmp, and in /dev/shm
     files: int = 4096  # files in /tmp
     open_files: int = 64  # open files of each process
