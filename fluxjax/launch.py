@@ -3,10 +3,10 @@
     python -m fluxjax.launch --processes 2 -- --config=configs/vlm.py --config.run_dir=runs/two
 
 Arguments behind `--` go to `python -m fluxjax.train`. Process 0 writes here; the others to RUN.process-1.log and so
-on, beside the run's folder. When one is killed, fails or freezes, all end, and the run goes on from its newest
-checkpoint: as often as each attempt writes a newer one, and --restarts times in a row if none does. An error that only
-you can mend (a setting, a file) ends the run. On clusters, start `fluxjax.train` itself, with `--config.distributed.*`,
-and let the scheduler start it again (deploy/): it goes on by itself.
+on, beside the run's folder. When a process is killed, fails or freezes, all processes end, and a new attempt goes on
+from the newest checkpoint. At most --restarts new attempts in a row begin without a newer checkpoint. An error that
+only you can mend (a setting, a file) ends the run. On clusters, start `fluxjax.train` itself, with
+`--config.distributed.*`; a run that the scheduler starts again (deploy/) goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _counts(text: str) -> list[int]:
 
 
 class Supervisor:
-    """One run, in as many attempts as it takes."""
+    """Runs the attempts of one run, one after the other."""
 
     def __init__(self, processes: Sequence[int], restarts: int, train: Sequence[str], folder: pathlib.Path) -> None:
         """`processes` has the number of processes of each attempt, the last one for all further attempts; `folder` is
@@ -106,8 +106,8 @@ class Supervisor:
         return status
 
     def stop(self, number: int) -> None:
-        """Passes a signal on to process 0, which ends the others in good order, or at once if it is the second signal;
-        there is no further attempt."""
+        """Passes a signal on to process 0. After the first signal, process 0 ends all processes in good order; after
+        the second signal, all processes end within AT_ONCE seconds. No further attempt begins."""
         self._signals, self._number = self._signals + 1, number
         if self._run is not None:
             self._run.signal(number)
@@ -138,8 +138,8 @@ class Supervisor:
 
 
 class Failure:
-    """The end of an attempt that failed: `process` failed first, others because of it; `by_user`: only the user can
-    mend the error. `status` is the exit status that a shell would show."""
+    """The end of an attempt that failed. `process` is the likeliest cause; `by_user` says whether only the user can
+    mend the error; `status` is the exit status that a shell would show."""
 
     def __init__(self, ended: Mapping[int, int], frozen: Collection[int] = ()) -> None:
         """`ended` has the statuses of the processes that failed, in the order in which they ended; `frozen` are
@@ -160,14 +160,14 @@ class Failure:
 
 
 class Processes:
-    """The processes of one attempt, as children of this one."""
+    """The processes of one attempt, children of this process."""
 
     def __init__(self, count: int, train: Sequence[str], logs: Sequence[IO[str]]) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         shared = [f"--config.distributed.coordinator=127.0.0.1:{port}", f"--config.distributed.processes={count}"]
-        # A process that outlived its launcher would keep its GPU and the coordinator's port.
+        # `local_server.py` ends a process with its launcher: else the process would keep its GPU and its port.
         bound = pathlib.Path(__file__).resolve().parent.parent / "rollout" / "local_server.py"
         command = [sys.executable, str(bound), sys.executable, "-m", "fluxjax.train", *train]
         command += shared if count > 1 else []
@@ -183,8 +183,8 @@ class Processes:
             self._children[0].send_signal(number)
 
     def wait(self) -> Failure | None:
-        """Waits until all processes have ended; returns the failure, or None. If one fails or is stopped, all are
-        ended."""
+        """Waits until all processes have ended; returns the failure, or None. Kills processes that still run too long
+        after a process has ended or was stopped, or after `deadline`."""
         ended: dict[int, int] = {}
         frozen: list[int] = []
         since = going = time.monotonic()
@@ -216,8 +216,8 @@ class Processes:
 
 
 def _is_stopped(child: subprocess.Popen[bytes]) -> bool:
-    """Returns True if the process is stopped. The other processes would miss its heartbeats, but only once it has
-    connected with them."""
+    """Returns True if the process is stopped (SIGSTOP). Other processes notice missing heartbeats only of a process
+    that has connected with them."""
     with contextlib.suppress(ChildProcessError, AttributeError):  # macOS has no `waitid` before Python 3.13
         return os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
     return False

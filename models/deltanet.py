@@ -1,7 +1,7 @@
 """Gated DeltaNet, the layer of Qwen3.5 that mixes tokens by a state (Gated DeltaNet, arXiv:2412.06464).
 
-The layer projects; its caller mixes tokens (`recur`), as callers of `SelfAttention` attend: training goes through
-packed rows (`sharding.kernels.delta.delta_rule`), decoding takes a step (`delta_step`).
+The layer projects tokens; its caller mixes them by a function `recur`. Training mixes packed rows by
+`sharding.kernels.delta.delta_rule`, decoding mixes one token a sequence by `delta_step` of that module.
 """
 
 import math
@@ -35,7 +35,7 @@ class GatedDeltaNet(nnx.Module):
         self.b = weight(rngs, WeightSpec((D, V), ("D", "N"), init, inputs=1), stack)
         self.a = weight(rngs, WeightSpec((D, V), ("D", "N"), init, inputs=1), stack)
         self.conv = weight(rngs, WeightSpec((X, 4), ("X", "S"), init), stack)
-        # Decays of 0.6 to 0.999 a token, as trained models have them; transformers' first values forget at once.
+        # Decays of 0.6 to 0.999 a token, as trained models have them; transformers' initial values forget at once.
         self.decay_log = weight(rngs, WeightSpec((V,), ("N",), Between(0.0, math.log(16))), stack)  # A_log on disk
         self.decay_bias = weight(rngs, WeightSpec((V,), ("N",), Between(-7.0, -3.5)), stack)  # dt_bias on disk
         self.norm = RMSNorm(J, eps, rngs, stack, axis="H")

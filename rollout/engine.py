@@ -16,7 +16,7 @@ from sharding.mesh import Device
 class FinishReason(enum.Enum):
     STOP = "stop"  # a stop id was sampled; it is the last token of the response
     LENGTH = "length"  # `max_new_tokens` reached
-    ABORT = "abort"  # aborted by the caller; tokens generated until then are kept
+    ABORT = "abort"  # aborted by the caller, or because `need` samples have ended; its tokens so far are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +35,14 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True)
 class GenerateRequest:
-    """`n` responses to one prompt. Sample `i` has the response id `f"{rid}/{i}"`.
+    """A request for `n` responses to one prompt. Sample `i` has the response id `f"{rid}/{i}"`.
 
     `seed` makes tokens reproducible: token `t` of sample `i` depends on `(seed, i, t)` and the weights only,
-    never on other requests. `prefix_ids` continues responses begun earlier (partial rollouts, migration).
-    Prefixes are prefilled after the prompt and not returned again, but count: token indices go on from
-    them, and `max_new_tokens` bounds the response with its prefix. `samples` are the numbers `i`: a request for
-    some samples of an earlier request names their numbers in that request, and gets the same tokens. Once `need`
-    samples have ended, the embedded engine aborts all others in the same turn; other engines wait for `Engine.abort`.
+    never on other requests. `prefix_ids` are the tokens of responses begun earlier (partial rollouts, migration).
+    Prefixes are prefilled after the prompt and not returned again. Token indices go on from the prefix, and
+    `max_new_tokens` bounds the response with its prefix. `samples` are the numbers `i`: a request for some samples of
+    an earlier request names their numbers in that request, and gets the same tokens. Once `need` samples have ended,
+    the embedded engine aborts the other samples by itself; other engines wait for `Engine.abort`.
     """
 
     rid: str
@@ -57,7 +57,7 @@ class GenerateRequest:
 
 @dataclasses.dataclass(frozen=True)
 class TokenChunk:
-    """Newly generated tokens of one sample: equal-length tuples, and a reason when it is the last chunk."""
+    """Newly generated tokens of one sample, as tuples of equal length; the last chunk also has a `finish`."""
 
     rid: str
     sample: int
@@ -86,7 +86,7 @@ class EngineError(RuntimeError):
 
 
 class WeightsMismatch(RuntimeError):
-    """A server does not hold the weights that were sent to it. It must not generate."""
+    """A server does not hold the weights that were sent to it, and must not generate."""
 
 
 @runtime_checkable
@@ -108,12 +108,11 @@ class Engine(Protocol):
         An engine may keep device arrays of `params` until the next update: they must not be donated meanwhile."""
 
     async def set_parallelism(self, devices: Sequence[Device]) -> None:
-        """Compute on these devices together from now on (tensor parallelism): 1, 2, 4, ... of one host, as the engine
-        numbers or names them. Raises `EngineError` while samples are running or waiting, and for devices that the
-        engine can't use.
+        """Compute on these devices together from now on (tensor parallelism): 1, 2, 4, ... devices of one host. The
+        engine keeps its weights, and lays them out anew.
 
-        The engine keeps its weights, and lays them out anew. An engine that can't do so, as a seat of a fleet, raises
-        `EngineError`."""
+        Raises `EngineError` while samples are running or waiting, for devices that the engine can't use, and if the
+        engine can't change its devices, as a seat of a fleet."""
 
     async def pause(self) -> None:
         """Stop generating after the tokens in flight; running samples continue at `resume`."""

@@ -1,9 +1,10 @@
 """A fleet of rollout servers behind engines: routing, health, restarts, and proof that servers have their weights.
 
-The coordinator sees engines. Each engine is a *seat* of the fleet, with several servers. A request runs on one server,
-the least loaded of its seat. If a server dies, hangs or gives a wrong answer, its samples continue on another server,
-of another seat if need be, from the tokens that they have. The fleet starts its own servers again, and waits for
-others; both get the seat's weights before they run requests. A seat fails only if no server comes back in time.
+The coordinator sees engines. Each engine is a *seat* of the fleet, with one or several servers. A request runs on the
+least loaded server of its seat. If a server dies, hangs or gives a wrong answer, its samples continue on another
+server, of another seat if need be, from the tokens that they have. The fleet restarts servers that it started, and
+waits for all others. A server that is back gets the seat's weights before it runs requests. A seat fails only if no
+server comes back in time.
 
 The fleet works in a thread of its own, so that it outlives event loops.
 """
@@ -34,8 +35,8 @@ Order = TypeVar("Order", bound=Callable[..., Coroutine[Any, Any, None]])
 
 
 class Fleet(FleetState):
-    """The servers of several engines, the `seats`. Any thread may call the methods of a fleet but `ready`, which `call`
-    runs in the fleet's thread. Call `close` at the end."""
+    """The servers of the engines in `seats`. Any thread may call the methods, except `ready`: hand it to `call`, which
+    runs it in the fleet's thread. Call `close` at the end."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,9 +49,9 @@ class Fleet(FleetState):
     def add_seats(
         self, members: Sequence[LocalServer | str], count: int = 0, name: str = "server"
     ) -> list[FleetEngine]:
-        """Adds seats with servers of their own, before the fleet starts: processes that the fleet starts, or addresses
-        of servers that others start. There are `count` seats, by default a seat a server; server `i` takes seat
-        `i % count`, and is called `name` and its number. Raises EngineError without seats."""
+        """Adds seats and their servers, before the fleet starts. A member is a process that the fleet will start, or
+        the address of a server that somebody else starts. There are `count` seats, by default a seat a server; server
+        `i` belongs to seat `i % count`, and is called `name` and its number. Raises EngineError without seats."""
         names = (f"{name} {number}" for number in itertools.count())
         seats = [FleetEngine(self, number, names) for number in range(count or len(members))]
         if not seats:
@@ -85,7 +86,7 @@ class Fleet(FleetState):
             return asyncio.run_coroutine_threadsafe(work(*args), self._loop)
 
     def close(self) -> None:
-        """Ends the servers that the fleet started, and all requests, which fail. May be called again."""
+        """Ends the servers that the fleet started; open requests fail. May be called again."""
         with self._lock:
             if not self._closed and self.started:
                 asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
@@ -103,17 +104,17 @@ class Fleet(FleetState):
         await self._loop.shutdown_default_executor()
 
     async def ready(self) -> None:
-        """Returns when all servers are up, with the weights of their seats or asleep; servers of a sleeping seat may
-        wait for it to wake. After `options.start_seconds`, raises EngineError, which says why the other servers are
-        not up."""
+        """Returns when each server is up, with the weights of its seat or asleep, or is a server that starts only when
+        its sleeping seat wakes. After `options.start_seconds`, raises EngineError, which says why the remaining servers
+        are not up."""
         if not await self.until(lambda: all(s.up or s.waits for s in self.members), self.options.start_seconds):
             raise EngineError("; ".join(server.state() for server in self.members if not (server.up or server.waits)))
 
     # --- membership -----------------------------------------------------------------------------
 
     def join(self, member: LocalServer | str) -> str:
-        """Adds a server, at an address or to be started, to the seat that has the fewest. It gets requests when it has
-        weights. Returns its name."""
+        """Adds a server, at an address or to be started, to the seat that has the fewest servers, and returns the
+        server's name. The server gets requests once it has weights."""
         with self._lock:
             self.start()
             server = self._add(member, min(self.seats, key=lambda seat: len(seat.servers)))
@@ -168,11 +169,11 @@ def in_fleet(order: Order) -> Order:
 
 
 class FleetEngine(Seat):
-    """A seat of a fleet as a `rollout.engine.Engine`: its orders reach the seat's servers, its requests also those of
-    other seats. A sample's tokens come in one chunk, when it has ended.
+    """A seat of a fleet as a `rollout.engine.Engine`. Orders to the seat reach only its own servers; its requests may
+    also run on servers of other seats. The tokens of a sample come in one chunk, when the sample has ended.
 
     A seed gives the same tokens again on `rollout.serve`, but not on SGLang. `devices` are the devices of this process
-    that the seat's servers share. `names` are for its servers, one each.
+    that the seat's servers share. `names` yields a name for each server of the seat.
     """
 
     def __init__(self, fleet: Fleet, number: int, names: Iterator[str]) -> None:
@@ -188,7 +189,7 @@ class FleetEngine(Seat):
     # --- requests -------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest) -> TokenStream:
-        """Streams a request's chunks (`Engine.generate`). Raises EngineError if no server could take it."""
+        """Streams a request's chunks (`Engine.generate`). Raises EngineError for a request that no server can take."""
         request = checked(request, self.fleet.limits)
         mailbox = Mailbox()
 
@@ -241,14 +242,14 @@ class FleetEngine(Seat):
         self.fleet.raise_fatal()
 
     async def _bring(self) -> None:
-        """Has the servers follow the seat's orders. A server that is not up follows them when it comes up."""
+        """Has the servers follow the seat's orders. A server that is not up follows the orders when it comes up."""
         self.fleet.tell()
         await asyncio.gather(*(server.bring() for server in self.servers if server.up))
 
     @in_fleet
     async def pause(self) -> None:
         self.paused = True
-        if not self.asleep:  # else its servers learn it when they wake: samples of other seats may still end there
+        if not self.asleep:  # else its servers pause when they wake: samples of other seats may still end on them
             await self._bring()
 
     @in_fleet
@@ -262,10 +263,10 @@ class FleetEngine(Seat):
 
     @in_fleet
     async def sleep(self) -> None:
-        """Has the seat's servers give their memory back, weights included. Until the seat wakes, no server starts: a
-        server that is about to start, or that ends meanwhile, waits. The seat first waits for servers that are
-        starting: with rounds shorter than a start, these would never come up. Samples of other seats on this seat's
-        servers end first. Raises EngineError if samples of this seat run."""
+        """Has the seat's servers give their memory back, weights included. First waits for servers that are starting,
+        which would never come up if a training step took less time than a start; then for samples of other seats on
+        this seat's servers. Until the seat wakes, no server starts: a server that is about to start, or that ends
+        meanwhile, waits. Raises EngineError if samples of this seat run."""
         if self._running:
             raise EngineError(f"can't sleep: {self._running} samples are running; abort them first")
         fleet, starting = self.fleet, {server: server.restarts for server in self.servers if server.starting}
@@ -278,7 +279,7 @@ class FleetEngine(Seat):
 
     @in_fleet
     async def wake(self) -> None:
-        """Wakes the seat's servers, and gives them its weights, since sleeping servers keep none."""
+        """Wakes the seat's servers, and gives them the seat's weights: sleeping servers keep no weights."""
         self.asleep = False
         await self._bring()
 
@@ -286,7 +287,7 @@ class FleetEngine(Seat):
         raise EngineError("rollout servers keep their devices")
 
     def stats(self) -> EngineStats:
-        """Counts of the seat, a moment old. From any thread."""
+        """Returns the counts of the seat, perhaps a moment old. Any thread may call this method."""
         return EngineStats(
             version=-1 if self.wanted is None else self.wanted.version,
             running=self._running,

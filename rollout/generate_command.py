@@ -1,9 +1,9 @@
 """Generates text from a local checkpoint: `python -m models.generate --model DIR --prompt TEXT [--image FILE ...]`.
 
 The text appears as it is generated. Sampling is what the checkpoint's generation_config.json says, greedy if it
-says nothing; flags win. `<image>` and `<video>` in the prompt mark where the files belong; without marks they stand
-before the text, images first. A chat template of the checkpoint is applied, unless `--raw` is given. `--json`
-prints one line at the end: prompt_ids, output_ids, logprobs (one an output id), text. Wrong input is one line on
+says nothing; flags win. `<image>` and `<video>` in the prompt mark where the files belong; without marks the files
+stand before the text, images first. A chat template of the checkpoint is applied, unless `--raw` is given. `--json`
+prints one line at the end: prompt_ids, output_ids, logprobs (one an output id), text. Wrong input gives one line on
 stderr and exit code 2.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from .engine import SamplingParams, TokenChunk
 
-MAX_TOKENS = 128  # used if neither the flag nor the model's positions set a limit
+MAX_TOKENS = 128  # the most tokens of a response without `--max-tokens`; fewer if the model has fewer positions left
 FILE = "generation_config.json"
 # Fields that change sampling and that the engine lacks, each with its neutral value.
 UNKNOWN_TO_ENGINE = {
@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def arrange(text: str, images: Sequence[str], videos: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
-    """The marked text and its media in the order of the marks; a text without marks gets them at its beginning.
+    """The marked text, and its media in the order of the marks; a text without marks gets its marks at the beginning.
 
     Raises ValueError if marks and files differ in number.
     """
@@ -105,22 +105,22 @@ def arrange(text: str, images: Sequence[str], videos: Sequence[str]) -> tuple[st
 
 
 class TextStream:
-    """The text of a response as its tokens come, up to the first of `stops` that appears.
+    """The text of a response as its tokens arrive, up to the first stop string of `stops`.
 
-    Text is held back while more tokens may change it: bytes that are no complete character yet
+    Text that later tokens may change is held back: bytes that are no complete character yet
     (`tokenizers.decoders.DecodeStream`), and an end that may be the beginning of a stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._decoding = DecodeStream(skip_special_tokens=True)
-        self._held = ""  # decoded, and perhaps the beginning of a stop string
+        self._held = ""  # decoded text that may be the beginning of a stop string
         self.token_ids: list[int] = []  # up to the token that completed a stop string
         self.text = ""  # the text returned so far
         self.stopped = False
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Adds tokens; returns the text that has become certain since the last call."""
+        """Adds tokens; returns the text that they make certain."""
         before = len(self.text)
         for id in token_ids:
             if self.stopped:
@@ -148,7 +148,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    # processing first: a wrong file name is reported before any weight is read
+    # Prompt and files are processed first, so that a wrong file name is reported before any weight is read.
     from models.processing import Processor
 
     processor = _with_bounds(Processor.load(options.model), options)
@@ -210,11 +210,11 @@ def _with_bounds(processor: Processor, options: argparse.Namespace) -> Processor
 def how_to_sample(
     folder: pathlib.Path, temperature: float | None = None, top_p: float | None = None, top_k: int | None = None
 ) -> SamplingParams:
-    """The sampling of a checkpoint folder; settings that are given replace the folder's.
+    """The sampling settings of a checkpoint folder; arguments that are not None replace the folder's settings.
 
     Values that its generation_config.json leaves out are off: no top-k, no top-p, temperature 1. Without
-    `do_sample: true` sampling is greedy. Raises ValueError, naming the file, for impossible values, and for a
-    `top_p` or `top_k` without effect because the result is greedy.
+    `do_sample: true` sampling is greedy. Raises ValueError, naming the flag or the file, for impossible values, and for
+    a `top_p` or `top_k` argument without effect because sampling is greedy.
     """
     from .engine import SamplingParams
     from .requests import as_integer, as_number, checked_sampling

@@ -4,13 +4,14 @@ The engine works in turns, in a worker thread. A *start* prefills waiting prompt
 first tokens, a *round* gives every running sample some tokens. Between turns the engine delivers chunks and applies
 aborts and new weights.
 
-Devices other than CPUs get a turn *ahead*, before the tokens of the turn before it are read: the device has the last
-token of each sample, and the host knows how many tokens there are, unless a stop id came. The tokens of a sample behind
-its stop id are dropped. What depends on unread tokens waits for them: preemption, blame for a failed turn, and all
-that `_between_turns` protects. Only counts of tokens and pages decide, never the time that the device takes.
+Devices other than CPUs get a turn *ahead*: the host dispatches it before it has read the tokens of the previous turn.
+The device has the last token of each sample, and the host knows the number of tokens, unless a stop id was sampled;
+tokens behind a stop id are dropped. Decisions that depend on unread tokens wait until the tokens are read: preemption,
+blame for a failed turn, and all that `_between_turns` protects. Only counts of tokens and pages decide which turn is
+next, never the time that the device takes.
 
-A weight update discards the cached keys and values:
-running samples are prefilled again, so that the log-probs of their later tokens are those of the new weights alone.
+A weight update discards the cached keys and values: running samples are prefilled again, so that the log-probs of
+later tokens are those of the new weights alone.
 """
 
 from __future__ import annotations
@@ -60,15 +61,15 @@ class JaxEngine:
     """The embedded engine; see `rollout.engine.Engine`. All methods belong to one event loop (or to one after another).
 
     `slots` samples run at once, each with at most `max_sequence_tokens` of prompt and response. Their keys and values
-    share a cache of `kv_tokens` tokens; 0: as many as all slots may need, but no more than `kv_fraction` of the device
-    memory that is free before the first request, or `UNKNOWN_MEMORY` bytes if devices don't report it (CPUs). A round
-    decodes `steps_per_sync` tokens a sample; 0: as many as suit the devices and the samples (`EngineLimits.pace`). Long
-    rounds cost less; short rounds let chunks, aborts and new weights through sooner; both give the same tokens. `ahead`
-    says whether turns are dispatched ahead (None: not on CPUs). `compute_dtype` casts new weights (None: they keep
-    their dtype). `devices` compute together (`rollout.engine_weights`): 1, 2, 4, ... of this process; None: its first
-    device. `model` may be abstract; the weights then come with the first `update_weights`. The weights of any other
-    model are copied or shared as in an update. For prompts without pixels (`models.shadow`), the engine calls `fetch`,
-    from several threads, in the turn that prefills them or in turns before. If `fetch` fails, the request is lost.
+    share a cache of `kv_tokens` tokens; 0: as many as all slots may need, within `kv_fraction` of the device memory
+    that is free before the first request on these devices, or within `UNKNOWN_MEMORY` bytes if devices don't report
+    free memory (CPUs). A round decodes `steps_per_sync` tokens a sample; 0: a number that suits devices and samples
+    (`EngineLimits.pace`). Long rounds cost less, short rounds let chunks, aborts and new weights through sooner; the
+    tokens are the same. `ahead` says whether turns are dispatched ahead (None: not on CPUs). `compute_dtype` casts new
+    weights (None: weights keep their dtype). `devices` compute together (`rollout.engine_weights`): 1, 2, 4, ... of
+    this process; None: its first device. `model` may be abstract; the first `update_weights` then brings the weights.
+    Otherwise the weights of `model` are copied or shared as in an update. For prompts without pixels (`models.shadow`),
+    several threads call `fetch`, in the turn that prefills a prompt or earlier; a failure of `fetch` loses the request.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class JaxEngine:
             kv_tokens=kv_tokens,
             shadows=fetch is not None,
         )
-        self._kv_fraction, self._kv_given = kv_fraction, kv_tokens  # 0: determined before the first request
+        self._kv_fraction, self._kv_given = kv_fraction, kv_tokens  # kv_tokens 0: `_size_cache` determines the size
         self._device = DeviceState(model, self._limits, layout, compute_dtype, fetch)
         self._scheduler = Scheduler(self._limits)
         self._version = version
@@ -141,8 +142,8 @@ class JaxEngine:
         self._scheduler.resize(self._limits)
 
     async def abort(self, rid: str) -> None:
-        """Returns when the slots are free. Streams still get the tokens of the turn in flight, before the `ABORT`. An
-        abort that comes too late changes nothing, not even when tokens are read."""
+        """Returns when the slots are free. Streams still get the tokens of turns in flight, before the `ABORT`. Returns
+        at once, and changes nothing, if no sample of this id is open."""
         self._attach()
         if self._scheduler.mark_aborted(rid):
             async with self._between_turns():
@@ -206,7 +207,7 @@ class JaxEngine:
             self._scheduler.invalidate()
 
     async def set_parallelism(self, devices: Sequence[Device]) -> None:
-        """Continues with the same weights and version on these devices; weights are moved there piece by piece."""
+        """Moves the weights to these devices, piece by piece. Raises EngineError while samples run or wait."""
         layout = EngineLayout.of(devices)
         async with self._between_turns():
             if self._scheduler.jobs:
@@ -248,7 +249,7 @@ class JaxEngine:
         self._kick()
 
     async def close(self) -> None:
-        """Waits for the turn in flight; streams that are still open fail with EngineError. May be called again."""
+        """Waits while a turn is dispatched or read; then open streams fail with EngineError. May be called again."""
         if self._closed:
             return
         self._attach()
@@ -287,7 +288,7 @@ class JaxEngine:
 
     @property
     def compiled_shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Every (program, bucketed sizes) used so far; each was compiled once."""
+        """Every (program, bucketed sizes) used so far."""
         return tuple(sorted(self._device.shapes))
 
     # --- the loop -------------------------------------------------------------------------------
@@ -304,7 +305,7 @@ class JaxEngine:
         self._lose(self._scheduler.clear(), "the event loop of this request was closed")
 
     def _kick(self) -> None:
-        """Starts the loop unless it runs already; the loop ends when no job is left."""
+        """Starts `_run`, unless it runs already or the engine has nothing to do."""
         if self._ready() and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._run(), name="rollout engine")
 
@@ -342,8 +343,8 @@ class JaxEngine:
             self._device.pixels.expect(())
 
     async def _one_turn(self) -> None:
-        """Dispatches a turn, and reads the tokens of the turn before, or its own. If the turn must wait for unread
-        tokens, reads these instead."""
+        """Dispatches a turn, and reads the tokens of the previous turn; without `ahead`, of the dispatched turn. If the
+        next turn must wait for unread tokens, reads these tokens and dispatches nothing."""
         scheduler = self._scheduler
         if not scheduler.next_turn(unread=bool(self._flights)):
             return await self._read(0)
@@ -377,7 +378,7 @@ class JaxEngine:
                 new = tokens if isinstance(tokens, NewTokens) else await self._in_thread(tokens.read)
             except Exception as error:
                 self._lose(self._scheduler.blame(flight.jobs), _described(error), error)
-            else:  # a caller that was cancelled meanwhile leaves the flight to others
+            else:  # a reader that is cancelled does not come here: another reader takes the flight
                 self._flights.popleft()
                 self._record(flight, new)
             self._deliver(self._scheduler.reap())
@@ -413,8 +414,8 @@ class JaxEngine:
     def _lose(self, jobs: Sequence[Job], reason: str, cause: Exception | None = None) -> None:
         """Fails the streams of jobs that the scheduler has dropped.
 
-        Drops the cache and unread tokens, too. The cache may be lost with a failed turn, or hold values that are not
-        finite: masked entries must be finite, or they would spoil the next sample in their slot.
+        Drops the cache and unread tokens, too. A failed turn may have lost the cache, or left values in it that are not
+        finite. Masked entries of the cache must be finite, or they would spoil the next sample that reads them.
         """
         self._device.cache = None
         self._flights.clear()
@@ -442,10 +443,10 @@ async def generate_once(
     seed: int = 0,
     on_chunk: Callable[[TokenChunk], bool] = lambda chunk: False,
 ) -> TokenChunk:
-    """The complete response to one prompt, by an engine of its own, which copies the layers of `model`.
+    """Returns the complete response to one prompt, from a new engine, which copies the layers of `model`.
 
-    `on_chunk` gets each chunk as it comes, and ends the response by returning True; that chunk still counts. Raises
-    EngineError for a request that the engine refuses, or a model that computes no finite log-probs.
+    `on_chunk` gets each chunk, and ends the response behind this chunk by returning True. Raises EngineError for a
+    request that the engine refuses, or a model that computes no finite log-probs.
     """
     room = doubling(len(prompt) + sampling.max_new_tokens, LEAST_CACHE)
     engine = JaxEngine(model, slots=1, max_sequence_tokens=room)

@@ -1,8 +1,8 @@
 """A layer-streamed judge that shares a device with an engine: its layers compute between the turns (`rollout.turns`).
 
 Flexes (RollPacker, section 4.3) runs judge and actor at once, in two processes under MPS, which divides a GPU's
-multiprocessors. Programs of one process run one after another on a device: here, the judge gets a share of the time
-instead, one layer at a time. Neither form was tried on a GPU.
+multiprocessors. Here judge and engine share a process, whose programs run one after another on a device: the judge gets
+a share of the time, one layer after the other. This judge was not tried on a GPU.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class StreamedJudge:
             self.model.release()
 
     async def close(self) -> None:
-        """Ends the present batch after its current layer. That batch and all later ones fail with EngineError."""
+        """Ends the present batch after its current layer. This batch and all later batches fail with EngineError."""
         self._closed = True
         await self.release()
         self._thread.shutdown(wait=False)
@@ -89,7 +89,7 @@ class StreamedJudge:
     async def _ask(
         self, alike: Hashable, prompts: Sequence[Sequence[int]], start: Callable[[list[Sequence[int]]], Work[list]]
     ) -> list:
-        """The answers to `prompts`, by the work that `start` makes of all waiting prompts with the same `alike`."""
+        """Returns the answers to `prompts`. `start` makes work of all waiting prompts that have the same `alike`."""
         self.model.check("prompt", prompts)  # a bad prompt must not fail the batch of another call
         asked = _Asked(prompts)
         self._waiting.setdefault(alike, []).append(asked)
@@ -148,7 +148,7 @@ async def _to_its_end(step: Awaitable[Result]) -> Result:
 
 
 def _next_layer(work: Work[Result]) -> tuple[float, tuple[Result] | None]:
-    """Computes the next layer, or the result behind the last one; returns (seconds, the result in a tuple or None)."""
+    """Computes the next layer or, after the last layer, the result. Returns (seconds, None or (result,))."""
     start = time.perf_counter()
     try:
         next(work)

@@ -1,12 +1,13 @@
 """Requests and replies as JSON of SGLang's native `/generate`, both ways: servers read the bodies that clients write.
 
 The samples of a request travel together as a batch. Sample `i` of the batch has its own prompt and prefix as
-`input_ids`, its own `rid`, and its seed and number in `custom_params`, by which `rollout.serve` repeats its tokens.
+`input_ids`, its own `rid`, and in `custom_params` the seed and number by which `rollout.serve` samples its tokens.
 
 Media travel as the patches, grids and rotary positions that the trainer computes on. Patches are in raster order, as in
 Hugging Face's processors; prompts have expanded placeholders. `rollout.serve` reads this format (`FORMAT`), and so does
-SGLang with our extension (`rollout/sglang_plugin`). Only the first sample has the patches, the others their key.
-An engine that fetches pixels itself gets tickets in place of patches, in window order (`SHADOW`).
+SGLang with our extension (`rollout/sglang_plugin`). Only the first sample of a batch carries the patches; the other
+samples carry the key of the patches. An engine that fetches pixels itself gets tickets in place of patches, in window
+order (`SHADOW`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ FIELDS = {"image_data": "image_token_id", "video_data": "video_token_id"}
 def request_body(request: GenerateRequest, rids: Mapping[int, str], config: DecoderConfig, *, interval: int) -> Json:
     """The body of `POST /generate` for the samples that are keys of `rids`, with an event each `interval` tokens.
 
-    `request` must be `rollout.requests.checked`. Raises EngineError for media that the format can't express.
+    `rollout.requests.checked` must have returned `request`. Raises EngineError for media that the format can't express.
     """
     prompt, samples = request.prompt, list(rids)
     prefixes = [request.prefix_ids[i] if request.prefix_ids else () for i in samples]
@@ -83,7 +84,7 @@ def _sampling_json(request: GenerateRequest, sample: int, begun: int, interval: 
         "logit_bias": {str(id): NEVER for id in sampling.forbidden_ids} or None,
         "stream_interval": interval,
         "skip_special_tokens": False,
-        # SGLang samples by this seed alone, if by a seed at all: samples of a prompt must have different seeds.
+        # SGLang samples by this seed alone, or by no seed: the samples of a prompt must have different seeds.
         "sampling_seed": _signed(request.seed * ODD + number),
         "custom_params": {"seed": _signed(request.seed), "sample": number, "begun": begun},
     }
@@ -103,7 +104,7 @@ def _positions(prompt: ModelInput, begun: int) -> Json:
 
 
 def _media(prompt: ModelInput, config: DecoderConfig) -> dict[str, Json]:
-    """A prompt's images and videos, by field of the body: patches in raster order, and a grid for each medium."""
+    """A prompt's images and videos, by field of the body: patches are in raster order, tickets in window order."""
     vision, tower = prompt.vision, config.vision
     assert vision is not None and tower is not None  # other models refuse media
     unit = tower.merge_unit
@@ -123,7 +124,7 @@ def _media(prompt: ModelInput, config: DecoderConfig) -> dict[str, Json]:
         frames = [frame for run, grid in zip(runs, grids, strict=True) for frame in np.split(run, grid[0])]
         arrays = {
             "grid_thw": np.asarray(grids, np.int32),
-            "offsets": np.asarray([(frame[0], frame[-1]) for frame in frames], np.int32),  # tokens, by frame pair
+            "offsets": np.asarray([(frame[0], frame[-1]) for frame in frames], np.int32),  # first, last token
         }
         if isinstance(patches_PX, ShadowTensor):
             patches = shadow_json(_in_window_order(prompt, patches_PX, runs, grids, tower))
@@ -147,8 +148,8 @@ def _in_window_order(
     grids: Sequence[Grid],
     config: VisionConfig,
 ) -> ShadowTensor:
-    """The patches of the media that these runs of tokens show. Raises EngineError if features are not in window
-    order."""
+    """The patches of the media that these runs of tokens show. Raises EngineError for patches in another order than
+    window order."""
     tensors = []
     for run, grid in zip(runs, grids, strict=True):
         rows = prompt.feature_index_T[run]
@@ -257,8 +258,8 @@ def array_of(name: str, value: Any) -> np.ndarray:
 
 
 def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], config: DecoderConfig) -> ModelInput:
-    """The prompt of a sample whose media have our format: `ids` without the last `begun`. `media` has an entry,
-    complete with patches, for each used field of `FIELDS`. Raises BadRequest."""
+    """The prompt of a sample whose media have our format: `ids` without the last `begun` ids. `media` has an entry with
+    patches for each field of `FIELDS` that the body has. Raises BadRequest."""
     ids_T = np.asarray(ids[: len(ids) - begun], np.int32)
     first = next(iter(media.values()))
     positions, delta = array_of("positions", first.get("positions")), first.get("position_delta")
@@ -287,7 +288,7 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
                 f"{field}: {len(patches)} patches, grids of {int(sizes.sum())}, and {len(places)} placeholder tokens "
                 f"of {unit} patches each; all must be as many"
             )
-        if layout.timed:  # between the frame pairs of a video stand their times
+        if layout.timed:  # tokens of times separate the frame pairs of a video
             grids = np.repeat(grids, grids[:, 0], axis=0)
             grids[:, 0] = 1
             sizes = grids.prod(axis=1)
@@ -318,8 +319,9 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
 
 
 def sampling_of(params: Json, begun: int) -> SamplingParams:
-    """`sampling_params` of a body, with SGLang's defaults. Raises ValueError, naming the field, for settings that an
-    embedded engine lacks; `requests.checked_sampling` checks the rest."""
+    """`sampling_params` of a body, with SGLang's defaults; `begun`, the tokens of the prefix, count for
+    `max_new_tokens`. Raises ValueError, naming the field, for settings that an embedded engine lacks, and for wrong
+    types; `requests.checked_sampling` checks the values."""
     bias = params.get("logit_bias") or {}
     if not isinstance(bias, dict) or not all(id.isdecimal() and len(id) < 10 for id in bias):
         raise ValueError("logit_bias must have a value for each of some token ids")
@@ -351,7 +353,7 @@ def finish_json(finish: FinishReason | None, ids: Sequence[int]) -> Json | None:
 
 
 def spans_json(versions: Sequence[int]) -> list[Json]:
-    """`weight_versions` of a reply: runs of output tokens of one version."""
+    """`weight_versions` of a reply: the versions of runs of output tokens, each run from `start` to before `end`."""
     spans: list[Json] = []
     for token, version in enumerate(versions):
         if not spans or spans[-1]["version"] != str(version):

@@ -6,8 +6,8 @@ model never asks on how many devices it runs. It calls `walk.use(module)` before
 
 Under fully sharded data parallelism (`Fsdp`), every device holds a slice of every weight and computes its own rows.
 A layer's weights are gathered when the walk reaches the layer, and dropped after it. The transpose of the gather
-scatters and sums their gradients, so that no device ever holds a complete gradient either. Groups of the same devices
-may share sequences: the batch says so (`sharding.spread`), and the forward pass attends over the groups. All of it is
+scatters and sums their gradients, so that no device ever holds a complete gradient either. Several of these devices may
+share a sequence: the batch says so (`sharding.spread`), and `forward` attends over them. Forward and backward pass are
 one fully manual `shard_map`: under automatic partitioning gradients came out replicated, without a reduce-scatter.
 """
 
@@ -58,7 +58,7 @@ def _all_but_gathered(primitive: jax.extend.core.Primitive, *_: object, **__: ob
 
 
 def _all_but_weights(primitive: jax.extend.core.Primitive, *_: object, **__: object) -> bool:
-    """As `_all_but_gathered`, if a layer's weights are slices: the stacks exist anyway, and slices would be a copy."""
+    """The policy for layers in a period: drops also slices, which would copy the weights of the stacks."""
     return not primitive.name.startswith(("all_gather", "slice", "squeeze"))
 
 
@@ -83,10 +83,10 @@ def _entry(tree: PyTree, index: int | None) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The layers of a model, of one kind or several: `order` has the kind of each layer.
+    """The layers of a model, of one or several kinds: `order` has the kind of each layer.
 
     The layers of a kind are one module, whose weights have a leading layer axis: layer `i` is the entry
-    `order[:i].count(order[i])` of `modules[order[i]]`. A kind has the name of the model's attribute.
+    `order[:i].count(order[i])` of `modules[order[i]]`. A kind is called as the model's attribute that has its layers.
     """
 
     modules: Mapping[str, nnx.Module]
@@ -99,7 +99,7 @@ class Stack:
 
     @property
     def period(self) -> tuple[str, ...]:
-        """The shortest beginning of `order` whose repetitions are `order`: one layer, if there is one kind."""
+        """The shortest beginning of `order` that repeated gives `order`: one layer, if there is one kind."""
         layers = len(self.order)
         repeats = (n for n in range(1, layers) if layers % n == 0 and self.order[:n] * (layers // n) == self.order)
         return self.order[: next(repeats, layers)]
@@ -115,9 +115,9 @@ class Walk:
     """The single-device walk, and the base of all other walks.
 
     `gather(spec, local)` turns the local shard of an (unstacked) weight into the complete weight, in the compute dtype.
-    `remat` says what the backward pass computes again of each layer (`REMAT`). With `none` it computes nothing again,
-    but gathers weights again: otherwise every device would hold the complete model between forward and backward pass.
-    `merge(weight, a, b)` gathers a weight with adapters, their product added.
+    `remat` says which values of a layer the backward pass computes again (`REMAT`). With `none` it only gathers weights
+    again: otherwise every device would hold the complete model between forward and backward pass.
+    `merge(weight, a, b)` returns a complete weight plus the product of its adapters.
     """
 
     gather: Gather | None = None
@@ -127,7 +127,7 @@ class Walk:
     unroll: int = 8
 
     def use(self, module: Module) -> Module:
-        """The module with its complete weights. Call it just before they are read, so that they live briefly."""
+        """The module with its complete weights. Call `use` just before weights are read, so that they live briefly."""
         if self.gather is None:
             return module
         graphdef, state = nnx.split(module)
@@ -163,7 +163,7 @@ class Walk:
         repeats = layers // len(period)
 
         def periods(tree: PyTree, count: int) -> PyTree:
-            """The arrays of `count` layers a period, by periods; nothing is copied."""
+            """Reshapes the leading axis of arrays to (periods, layers of a period), if `count` is more than 1."""
             return tree if count == 1 else jax.tree.map(lambda x: x.reshape(repeats, count, *x.shape[1:]), tree)
 
         def body(carry: Carry, inputs: tuple[dict[str, nnx.State], PyTree]) -> tuple[Carry, PyTree]:
@@ -183,8 +183,8 @@ class Walk:
     def _layer(
         self, module: nnx.Module, step: Callable, written_out: bool, entries: tuple[int | None, int] | None = None
     ) -> Callable[[Carry, tuple[nnx.State, PyTree]], tuple[Carry, PyTree]]:
-        """The body of a loop over layers. In a period the body gets weights and `x` of several layers, and takes these
-        `entries`. `written_out` says that the body is not in a loop."""
+        """The body of a loop over layers. In a period the body gets weights and `x` of several layers, and computes on
+        the `entries` (of the weights, of `x`). `written_out` says that the loop is unrolled."""
         graphdef = nnx.graphdef(module)
 
         def body(carry: Carry, inputs: tuple[nnx.State, PyTree]) -> tuple[Carry, PyTree]:
@@ -196,8 +196,8 @@ class Walk:
         if self.remat == "none" and self.gather is None and entries is None:
             return body
         policy = _all_but_weights if self.remat == "none" and entries is not None else REMAT[self.remat]
-        # XLA must not merge values that are computed again with those of the forward pass; within a loop it can't. In a
-        # period XLA would compute all layers again at once, before the backward pass of the last one.
+        # XLA must not merge values that are computed again with values of the forward pass; in a loop XLA can't. In a
+        # period XLA would compute all layers again at once, before the backward pass of the period's last layer.
         return jax.checkpoint(body, prevent_cse=written_out or entries is not None, policy=policy)
 
     def loop(
@@ -227,7 +227,7 @@ Params: TypeAlias = dict[str, Any]  # nested, one leaf for each weight; stacked 
 class Tally:
     """The quantities that a microbatch contributes to a step, by name. Every entry is a float32 scalar."""
 
-    sums: dict[str, Any]  # added up over rows, devices and microbatches; leaves may be arrays or their shardings
+    sums: dict[str, Any]  # added up over rows, devices and microbatches; an entry may be the sharding of the scalar
     maxima: dict[str, Any]  # the largest over rows, devices and microbatches
 
     def __add__(self, other: Tally) -> Tally:
@@ -248,7 +248,7 @@ class Fsdp:
     `model` may be abstract: its declarations are read, its weights are not. `forward` and `loss` compute on a
     device's share. `row_dims(batch)` says which dimension of each array of a batch counts rows (or vision patches):
     a pytree like the batch, or a prefix of it. Weights are stored in their declared dtype and cast to `compute_dtype`
-    before they are sent, which halves the traffic of bf16. `remat` and `unroll` are those of the walk. Weights whose
+    before they are sent, which for bfloat16 halves the traffic. `remat` and `unroll` are those of `Walk`. Weights whose
     declaration says `frozen` have no gradients.
 
     A batch has the same loss and gradients on every mesh, to float tolerance. A planner (`sharding.planner`) decides
@@ -300,7 +300,7 @@ class Fsdp:
         return unflatten_dict({path: leaf for path, leaf in by_path(tree).items() if path not in self._frozen})
 
     def frozen(self, params: Params) -> Params:
-        """The parameters that are not trained: their declarations say `frozen`."""
+        """The parameters whose declarations say `frozen`."""
         return unflatten_dict({path: leaf for path, leaf in by_path(params).items() if path in self._frozen})
 
     def with_trained(self, params: Params, trained: Params) -> Params:
@@ -331,8 +331,8 @@ class Fsdp:
         return frozenset(path for path, cut in cuts.items() if self._axes == (cut.axes if cut else ()))
 
     def copies(self, params: Params) -> Params:
-        """The weights in `compute_dtype`, on their devices: cast once for all microbatches of a step, where
-        `loss_and_grad` would cast each layer's weights twice a microbatch. Their gradients have this dtype, too."""
+        """The parameters with the `copied` weights in `compute_dtype`, cast once for all microbatches of a step; else
+        `loss_and_grad` casts them twice a microbatch. The gradients of the cast weights have this dtype, too."""
         weights = by_path(params)
         return unflatten_dict(weights | {path: self._cast(weights[path]) for path in self.copied})
 
@@ -383,8 +383,8 @@ class Fsdp:
 
     def _merge(self, weight: Weight, adapter_a: Weight, adapter_b: Weight) -> jax.Array:
         """The complete weight, with the product of its adapters added to the shards before they are cast and gathered.
-        One adapter has the axis along which the weight is cut: it is cut in the same way, for `cut_of` chooses by axes.
-        The other adapter is gathered, in float32."""
+        `cut_of` chooses by axes: the adapter that has the axis along which the weight is cut is cut in the same way.
+        Any other adapter is gathered, in float32."""
         (spec, local), (spec_a, a), (spec_b, b) = weight, adapter_a, adapter_b
         cut = cut_of(spec, self.mesh)
         a, b = self._varying(spec_a, a), self._varying(spec_b, b)
@@ -418,8 +418,8 @@ class Fsdp:
 
 
 def _put(tree: Batch, shardings: PyTree, local: bool = False) -> Batch:
-    """Puts host arrays onto the mesh. With several processes, each fills its own devices: with its part of arrays that
-    all processes have, or with `local` with the complete arrays, the rows of this process.
+    """Puts host arrays onto the mesh. Every process fills its own devices. With `local`, the arrays are the rows of
+    this process; otherwise all processes have the same arrays, and each process takes its part.
 
     Abstract arrays (`jax.ShapeDtypeStruct`) get their sharding, and nothing is allocated."""
     if _is_abstract(tree):

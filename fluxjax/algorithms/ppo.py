@@ -2,8 +2,9 @@
 
 The policy's loss is GRPO's clipped loss (equation 7 of the paper), with an advantage for each token: generalised
 advantage estimation (GAE, equations 11 to 16) from the values of a critic, whitened over the step. A response is an
-episode and its tokens are the actions: r_t is the reward of token t, 0 but for the last token, and V_t the critic's
-value of the state in which t was chosen. No token follows the last token, so its next value is 0.
+episode and its tokens are the actions. r_t is the reward of token t: the response's reward for the last token, 0 for
+the others, less the token's KL term under `kl_in_reward`. V_t is the critic's value of the state in which token t was
+chosen; V is 0 behind the last token.
 
     delta_t = r_t + gamma V_{t+1} - V_t,     A_t = delta_t + gamma lambda A_{t+1}
 
@@ -13,8 +14,8 @@ The critic has its own weights and optimizer, and trains on the same minibatches
 
 with returns R = A + V_old of the advantages before whitening, V_old the values before the step's first optimizer step,
 and c = `value_clip`. The paper's equation 9 has the plain square; its authors' code (OpenAI baselines, ppo2) and verl
-have the clipped square. The values belong to the policy that generated the tokens. So the importance correction, which
-concerns the trained policy, does not weigh the critic's loss.
+have the clipped square. The importance correction does not weigh the critic's loss: the values belong to the policy
+that generated the tokens.
 """
 
 from collections.abc import Sequence
@@ -37,13 +38,13 @@ class PPO(GRPO):
     critic = True
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        """Returns the rewards unchanged: the estimation of advantages (`gae`) begins with them."""
+        """Returns the groups with rewards as advantages: `gae` computes the true advantages from them later."""
         return [group.with_advantages(rewards_of(group)) for group in groups]
 
 
 def value_loss(values_BT: TokenValues, batch: TrainBatch, value_clip: float = VALUE_CLIP) -> LossAndMetrics:
-    """Returns the critic's loss in the head of this file, 0 for tokens that are not trained on. Metrics: `value`, V;
-    `clip_fraction`, 1 if the bound cuts the gradient off."""
+    """Returns the loss L_V (head of this file) of each token, 0 for tokens that are not trained on. The metrics of a
+    token are `value`, which is V, and `clip_fraction`, which is 1 if the clip makes its gradient zero."""
     assert batch.values_BT is not None and batch.returns_BT is not None, "filled in by fluxjax.learner.critic"
     trained_BT = batch.loss_weights_BT != 0.0
     error_BT = masked(values_BT - batch.returns_BT, trained_BT)
@@ -59,7 +60,8 @@ def value_loss(values_BT: TokenValues, batch: TrainBatch, value_clip: float = VA
 
 
 def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: float, decay: float) -> np.ndarray:
-    """Returns the advantage of each token. `lengths` are the tokens of each response; `decay` is lambda."""
+    """Returns the advantage of each token. `lengths` has the number of tokens of each response; `decay` is lambda.
+    Raises ValueError if the numbers of rewards, values and tokens differ."""
     rewards, values = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
     lengths = np.asarray(lengths, np.int64)
     if not len(rewards) == len(values) == lengths.sum():
@@ -67,7 +69,7 @@ def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: flo
     ends = np.cumsum(lengths)
     advantages = np.zeros(len(values))
     following, value_after = np.zeros(len(lengths)), np.zeros(len(lengths))  # A and V of the next token, by response
-    for back in range(1, int(lengths.max(initial=0)) + 1):  # the tokens at the distance `back` from the end
+    for back in range(1, int(lengths.max(initial=0)) + 1):  # back = 1: the last token of each response
         having = np.flatnonzero(lengths >= back)
         at = ends[having] - back
         delta = rewards[at] + gamma * value_after[having] - values[at]

@@ -1,8 +1,8 @@
 """A process: its memory, its garbage collector, and its compiled programs.
 
-XLA's CPU client allocates the temporary buffers of a program at each execution. By default glibc maps and unmaps blocks
-of that size, so that every step touches fresh pages: a quarter to a third of the CPU time of a tiny model's train step
-was page faults. `keep_freed_memory` avoids them; resident memory then stays at its peak.
+XLA's CPU client allocates the temporary buffers of a program at each execution. By default glibc maps and unmaps such
+large blocks, so that every step touches fresh pages: page faults took a quarter to a third of the CPU time of a tiny
+model's train step. `keep_freed_memory` avoids page faults; resident memory then stays at its peak.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_large_blocks() -> bool:
-    """Undoes `keep_freed_memory` for blocks of at least 32 MB. Large models need this: the holes that their arrays
-    leave add up to more than a second copy of the weights, and their steps take longer than page faults.
+    """Undoes `keep_freed_memory` for blocks of at least 32 MB. Large models need this: the holes that freed arrays
+    leave in the heap add up to more than a second copy of the weights, while page faults are a small part of a step.
 
     Returns False, and changes nothing, if the C library is not glibc.
     """
@@ -55,10 +55,11 @@ def _set_malloc(*options: tuple[int, int]) -> bool:
 
 
 def settle_heap() -> None:
-    """Hides all living objects from the garbage collector: it would look at the objects of imports and compiled
-    programs again and again, which takes a tenth of a tiny model's step.
+    """Hides all living objects from the garbage collector, which would look at the objects of imports and compiled
+    programs again and again: that takes a tenth of a tiny model's step.
 
-    It suits only a process that ends with its run: a hidden object that becomes garbage in a circle is never freed.
+    Call it only in a process that ends with its run: hidden objects that refer to each other in a circle are never
+    freed.
     """
     gc.collect()
     gc.freeze()
@@ -66,8 +67,8 @@ def settle_heap() -> None:
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pauses the search for garbage in circles, in all threads. It suits work that makes many objects and no circles:
-    the collector would look at all these objects, again and again."""
+    """Pauses the garbage collector in all threads, for work that makes many objects but no circles of references: the
+    collector would look at all these objects, again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -78,7 +79,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def resident_bytes() -> int:
-    """Returns the resident memory of this process, in bytes; without /proc, its peak."""
+    """Returns the resident memory of this process, in bytes; without /proc, the peak of its resident memory."""
     try:
         for line in pathlib.Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmRSS:"):
@@ -113,10 +114,10 @@ def share_between_devices() -> bool:
     """Lets CPU devices and processes load each other's compiled programs, as JAX does between GPUs. Returns False if
     JAX's functions are missing or have other parameters than expected.
 
-    Without it, programs that run on one device (ODC's) are compiled once for each device: JAX's key of a program holds
-    the device's number, except on GPUs. And all but the first process of a run compile everything at each start: the
-    key holds the process's number, and only the first process writes. No option of JAX 0.10.2 changes these keys, so
-    its functions are replaced here.
+    Without this, programs that run on one device (ODC's) are compiled once for each device: JAX's key of a program
+    holds the device's number, except on GPUs. And all but the first process of a run compile everything at each start:
+    the key holds the process's number, and only the first process writes. No option of JAX 0.10.2 changes these keys,
+    so this function replaces the functions of JAX that compute them.
     """
     try:
         from jax._src import cache_key

@@ -1,8 +1,8 @@
 """Calls a function in processes that can be killed: the time and the memory of each call are bounded.
 
-A thread that hangs, or takes memory without end, ends the run; a process loses only its one call. Processes are started
-when there is work, by `subprocess`: no process with threads is forked, and the main module is not imported again. They
-run `worker_process.py`.
+A thread that hangs, or takes memory without end, would end the run; a process that does so loses only its call.
+`subprocess` starts the processes when there is work: no process with threads is forked, and the main module is not
+imported again. The processes run `worker_process.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WorkerTimeout(Exception):
 
 
 class WorkerDied(Exception):
-    """The process of a call ended, needed too much memory, or could not be started."""
+    """The process of a call ended, needed too much memory, answered another job, or could not be started."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -104,7 +104,7 @@ class _Process:
             self._process.kill()
 
     def end(self) -> str:
-        """Kills the process if it lives, and returns how it ended."""
+        """Closes the channel, kills the process if it does not end within CLOSING_SECONDS, and returns how it ended."""
         self.channel.close()
         try:
             code = self._process.wait(CLOSING_SECONDS)
@@ -115,7 +115,8 @@ class _Process:
 
 
 class PoolLoad(NamedTuple):
-    """`waiting` and `busy` count calls at this moment; `killed` processes and `seconds` of work are totals."""
+    """`waiting` and `busy` count calls at this moment. `killed` counts the processes so far that were killed or died,
+    `seconds` adds up the durations of all calls so far."""
 
     waiting: int = 0
     busy: int = 0
@@ -168,9 +169,10 @@ class WorkerPool:
         urgent: bool = False,
         received: Callable[[Any, int, np.ndarray], object] = lambda result, number, array: None,
     ) -> Any:
-        """Returns the function's result, within `seconds` after a process has the argument. `received` gets the
-        result, and the number and content of each array behind it; each array may take `seconds` more. Urgent calls go
-        before others. Raises WorkerTimeout, WorkerDied, WorkerError, and RuntimeError once the pool is closed."""
+        """Returns the function's result, within `seconds` after a process has the argument. `received` is called for
+        each array behind the result, with the result, the array's number and the array; each array may take `seconds`
+        more. Urgent calls go before others. Raises WorkerTimeout, WorkerDied, WorkerError, and RuntimeError once the
+        pool is closed."""
         seconds = self.seconds if seconds is None else seconds
         with self._turn(urgent):
             process = self._take()
@@ -200,7 +202,7 @@ class WorkerPool:
         return reply["result"]
 
     async def acall(self, argument: Any, seconds: float | None = None) -> Any:
-        """Does the same as `call`, for an event loop. A cancellation ends the wait, but not a call that has begun."""
+        """Does the same as `call`, for an event loop. Cancelling ends the wait, but no call that has begun."""
         if self._threads is None:
             self._threads = concurrent.futures.ThreadPoolExecutor(self.workers, thread_name_prefix=self.name)
         return await asyncio.wrap_future(self._threads.submit(self.call, argument, seconds))
@@ -215,7 +217,7 @@ class WorkerPool:
             self._changed.notify_all()
             for process in self._processes:
                 process.kill()
-            self._changed.wait_for(lambda: not self._load.busy, CLOSING_SECONDS)  # calls that start processes, too
+            self._changed.wait_for(lambda: not self._load.busy, CLOSING_SECONDS)  # busy calls may start processes
             ended, self._processes = self._processes, set()
         for process in ended:
             process.end()
@@ -279,7 +281,7 @@ class WorkerPool:
                 if not self._changed.wait_for(
                     lambda: self._idle or self._closed or self._starting, self._start_seconds
                 ):
-                    break  # else another call starts a process: one start at a time
+                    break  # otherwise look again: another call may be starting a process, one start at a time
             self._check_open()
             if self._idle:
                 return self._idle.pop()

@@ -90,8 +90,8 @@ class Composer:
         return len(self.shapes)
 
     def check(self) -> None:
-        """Raises ConfigError for rollouts that are longer than the devices of one sequence can hold. Packed rows do not
-        depend on the number of devices."""
+        """Raises ConfigError for rollouts that are longer than the devices of one sequence can hold. Does nothing under
+        `fsdp`, for which `Config.validate` compares the lengths."""
         if isinstance(self._dealer, RowPacking):
             return
         degree, longest = self._dealer.degree, self._config.rollout.max_sequence_tokens
@@ -103,7 +103,7 @@ class Composer:
             )
 
     def compose(self, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], **options: Any) -> Composition:
-        """Returns the microbatches with all of their shards. Arguments are those of `outline`."""
+        """Returns the microbatches with the rows of all shards. Arguments are those of `outline`."""
         return self.lay_out(self.outline(groups, prepared, **options))
 
     def outline(
@@ -120,11 +120,11 @@ class Composer:
         `prepared` maps the draw of each group to its prompt. Groups are laid out by draw and responses by sample,
         whatever order they arrive in.
 
-        `skip_idle` leaves out groups without any advantage: their gradient is zero unless there is a KL term. Loss
-        weights still count these groups. If no group has an advantage, the first group stays.
+        `skip_idle` leaves out groups whose advantages are all zero: their gradient is zero unless there is a KL term.
+        Loss weights still count these groups. If no group has an advantage, the first group stays.
 
-        `version` is that of the weights to be trained, from which the tokens' lags count (None: the newest version
-        among the tokens).
+        `version` is the version of the weights to be trained; the lag of a token is its distance from this version
+        (None: the newest version among the tokens).
 
         Raises ConfigError, naming prompt and field, for a sequence or media that fit no buffer, and ValueError for
         groups that contradict each other, `prepared` or `version`, or that have no token at all.
@@ -135,7 +135,7 @@ class Composer:
         return Share.of_all(micros, to_train, self.num_devices, version)
 
     def lay_out(self, share: Share) -> Composition:
-        """Returns the microbatches of a share, with the rows of its shards only."""
+        """Returns the microbatches of a share, with the rows of the share's shards only."""
         return lay_out(share, self.room, self._tempered)
 
     def _chosen(
@@ -190,10 +190,10 @@ class Composer:
 
 
 class Team:
-    """The processes that train together, as each process sees them: every process lays out its share of a step, process
-    0 decides. `Team` is a process that is alone; `hosts.gang.Gang` is one of several. All processes of a team call the
-    same methods in the same order, but for `composed` and `tell`, which only process 0 calls: the others call
-    `laid_out` with the shares from process 0."""
+    """The processes that train together, as one of them sees them: process 0 decides, and every process lays out its
+    share of a step. A `Team` has a single process; a `hosts.gang.Gang` has several. Only process 0 calls `composed`,
+    `hand_out`, `tell` and `whole`; the other processes call `laid_out` with the shares from process 0. All processes
+    call the remaining methods in the same order."""
 
     process, processes = 0, 1
     links: Links | None = None  # links to the other processes
@@ -225,7 +225,7 @@ class Team:
         update: bool = True,
         **options: Any,
     ) -> list[Composition]:
-        """Returns the share of this process, process 0, of each minibatch; `options` are those of `Composer.outline`.
+        """Returns the microbatches of process 0's share of each minibatch; `options` are those of `Composer.outline`.
         The other processes get their shares, with `size` and `update` (see `PolicyTrainer.follow`), and lay them out at
         the same time. After an error the team can't be used any more."""
         with collector_paused():
@@ -236,7 +236,7 @@ class Team:
             return self.laid_out(composer, [shares[0] for shares in cut])
 
     def laid_out(self, composer: Composer, shares: Sequence[Share]) -> list[Composition]:
-        """Returns the microbatches of this process's shares, when all processes agree on the programs to run."""
+        """Returns the microbatches of this process's shares, after `agree`."""
         with self.stage("layout"):
             compositions = [composer.lay_out(share) for share in shares]
         if self._expect is not None:
@@ -249,13 +249,13 @@ class Team:
         return contextlib.nullcontext()
 
     def hand_out(self, shares: Sequence[Sequence[Share]], size: int = 0, update: bool = True) -> None:
-        """Sends every other process an order to learn from `shares[process]`: a share for each minibatch of a training
+        """Orders every other process to learn from `shares[process]`, which has a share of each minibatch of a training
         step or, without `update`, of a portion of a step."""
 
     def agree(self, compositions: Sequence[Composition]) -> None:
-        """Compares the programs that this process is about to run, its settings and the shapes of its arrays, with
-        those of all others. Raises LinkError in all processes if one differs: they would wait for one another for
-        ever."""
+        """Compares the settings and the shapes of arrays that decide this process's next programs with those of all
+        other processes. Raises LinkError in all processes if a process differs: the processes would wait for each other
+        for ever."""
 
     def decided(self, value: Any, decide: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
         """Calls `decide` in process 0, with the value of every process; returns this process's part of the result.
@@ -263,8 +263,7 @@ class Team:
         return decide([value])[0]
 
     def exchange(self, value: T) -> list[T]:
-        """Returns the `value` of every process, by process, in all processes; see `decided`. All processes must call
-        it, before a step."""
+        """Returns the `value` of every process, by process, in all processes; see `decided`."""
         return self.decided(value, lambda every: [every] * len(every))
 
     def tell(self, order: Any) -> None:
@@ -273,8 +272,8 @@ class Team:
 
     def whole(self, make: Callable[[], Params], mesh: Mesh, *, adapters: bool = False) -> Params:
         """Returns the weights that `make` returns, of the model or its adapters, as complete arrays in the memory of
-        process 0. Tells the other processes to call `make` and take part in gathering. A process that is alone gets the
-        weights unchanged."""
+        process 0. Orders the other processes to take part in the gathering. A process that is alone gets the weights
+        unchanged."""
         return make()
 
     def stepped(self, idle: float | None = None) -> None:
@@ -294,7 +293,7 @@ MAX_SHAPES = 32  # the most shapes of microbatches that are compiled, for each n
 
 
 def shape_book(config: Config) -> ShapeBook:
-    """Returns an empty shape book. Under `odc`, most of its shapes belong to programs of single devices."""
+    """Returns an empty shape book. Under `odc`, seven eighths of the shapes are for programs of single devices."""
     alone = max(MAX_SHAPES * 7 // 8, 1) if isinstance(config.sharding.strategy, ODC) else 0
     return ShapeBook(MAX_SHAPES, alone=alone, ahead=config.sharding.compile_ahead)
 

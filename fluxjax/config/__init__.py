@@ -1,9 +1,9 @@
 """The typed configuration: `configs/*.py` build it, flags override it, `validate()` checks it as a whole.
 
 Each field declares its bound (`fluxjax.config.bounds`) and the comment that `--help` shows. Nothing heavy is imported:
-`--help` and a typo must answer at once. Sections are mutable, because flags set fields after construction, until a
-trainer settles its own copy; they have slots, so that a configuration file cannot set a field that does not exist. No
-section is ever None.
+the answers to `--help` and to a typo must come at once. Sections are mutable, because flags set fields after
+construction; a trainer settles its own copy, which then refuses assignments. Sections have slots, so that a
+configuration file cannot set a field that does not exist. No section is ever None.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ from .servers import RolloutEngine, Route, ServersConfig, WeightsConfig
 class FSDP(Chosen):
     """Every device computes whole sequences."""
 
-    spreads: ClassVar[bool] = False  # several devices may compute a sequence together
+    spreads: ClassVar[bool] = False  # True if several devices may compute a sequence together
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,7 +94,7 @@ class Remat(enum.Enum):
     NONE = "none"
     DOTS = "dots"  # the backward pass keeps a layer's input and products with weights, and computes the rest again
     LAYER = "layer"  # the backward pass keeps a layer's input
-    OFFLOAD = "offload"  # as layer, but in the host's memory
+    OFFLOAD = "offload"  # the backward pass keeps a layer's input in the host's memory
     AUTO = "auto"  # the first of these with which the run fits in the pre-flight; none if there is no pre-flight
 
 
@@ -114,7 +114,7 @@ TINY: Mapping[str, object] = {
     "num_kv_heads": 2,
     "tie_word_embeddings": False,
     "rope_theta": 30.0,  # sequences have a few dozen tokens
-    "mrope_section": (2, 3, 3),  # frequencies a position axis (time, height, width)
+    "mrope_section": (2, 3, 3),  # frequencies of each position axis (time, height, width)
     "initializer_range": 0.1,
     "vision_hidden_size": 64,
     "vision_intermediate_size": 128,
@@ -169,7 +169,7 @@ class RolloutConfig(Section):
     engines: int = not_negative(0)
     # Groups whose responses are equal in this field are not trained on; other prompts are drawn for them (DAPO).
     dynamic_sampling: DynamicSampling = DynamicSampling.OFF
-    max_num_gen_batches: int = not_negative(10)  # the most times prompts_per_step are drawn for a step; 0: no bound
+    max_num_gen_batches: int = not_negative(10)  # most batches of prompts_per_step prompts for a step; 0: no bound
 
     @property
     def tempered(self) -> bool:
@@ -200,7 +200,7 @@ class ShardingConfig(Section):
     devices: int = not_negative(0)  # devices that train; 0: all that JAX sees
     remat: Remat = Remat.NONE  # not offload under odc
     preflight: bool = True  # on GPUs, train compiles its largest programs first, and refuses what does not fit
-    device_memory_gib: float = not_negative(0.0)  # the run must fit; 0: what JAX may use of a GPU, no check on CPUs
+    device_memory_gib: float = not_negative(0.0)  # memory for a run; 0: what JAX may use of a GPU, no check on CPUs
     devices_per_host: int = positive(8)  # flex_ulysses: sequences stay within a host if they fit; odc: see hybrid
     calibration: str = ""  # file of `python benchmarks/calibrate.py`; empty: flex_ulysses counts length**2, odc FLOPs
     compile_ahead: int = not_negative(0)  # steps for which a new shape compiles in the background; 0: at once; not odc
@@ -208,7 +208,7 @@ class ShardingConfig(Section):
 
 @dataclasses.dataclass(slots=True)
 class PackingConfig(Section):
-    # Tokens of a row. Under fsdp, from 1024 on, they are the most: rows are shorter if shorter rows save padding.
+    # Tokens of a row. Under fsdp, a value of 1024 or more is a bound: rows are shorter if shorter rows save padding.
     tokens_per_row: int = positive(256)
     # The most rows of a device in a microbatch under fsdp; else one row of tokens_per_row * rows_per_device tokens.
     rows_per_device: int = positive(16)
@@ -237,7 +237,7 @@ class ReportConfig(Section):
 
     @property
     def prometheus_address(self) -> tuple[str, int]:
-        """The host and the port to serve metrics on; port 0: they are not served."""
+        """The host and the port to serve metrics on; the port is 0 if metrics are not served."""
         host, _, port = self.prometheus.rpartition(":")
         return host.strip("[]") or "127.0.0.1", int(port or 0)
 

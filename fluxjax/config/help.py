@@ -31,7 +31,7 @@ def help_text(doc: str, config: Config, word: str = "") -> str:
 
 
 def _entries(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yields the name of each setting of a section, and its lines."""
+    """Yields (name, lines of the help text) of each setting of a section."""
     for field in dataclasses.fields(section):
         value: Any = children(section)[field.name]
         name = f"{prefix}{field.name}"
@@ -69,8 +69,8 @@ def _line(name: str, value: object, words: str) -> str:
 
 @functools.cache
 def comments(kind: type) -> dict[str, str]:
-    """Returns the comment of each field of a class, or member of an enumeration: the lines above its declaration, then
-    the words behind it."""
+    """Returns the comment of each field of a class, or of each member of an enumeration: the comment lines above the
+    declaration, then the comment behind it."""
     words: dict[str, str] = {}
     for owner in reversed(kind.__mro__):
         if owner.__module__ == "builtins" or owner in (enum.Enum,):

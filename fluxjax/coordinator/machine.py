@@ -36,7 +36,8 @@ class SchedulingPolicy(Protocol):
     returns no instruction."""
 
     def decide(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
-        """Returns the next instructions, all possible in the present state; none: wait for events."""
+        """Returns the next instructions, all possible in the present state. After an empty answer, the coordinator
+        waits for the next event."""
         ...
 
     def state_dict(self) -> State:
@@ -104,7 +105,7 @@ class Coordinator:
         return self.step / max(self.settings.steps - 1, 1)
 
     def scheduled(self, name: str, otherwise: T, prompt: Prompt | None = None) -> float | T:
-        """Returns a schedule's value at this step (for a prompt); `otherwise` if there is no such schedule."""
+        """Returns the value of the schedule `name` at this step (for a prompt); `otherwise` without that schedule."""
         if prompt is not None:
             self._learn_scored()
         schedule = self.schedules.get(name)
@@ -145,8 +146,8 @@ class Coordinator:
         """Enters one event and returns the instructions to carry out now, in this order.
 
         Late and repeated responses and rewards change only counts. Raises `CoordinatorError` for an event that can't be
-        true, and for a policy that contradicts the books or waits although no work is under way; the error shows the
-        last lines of the log.
+        true, and for a policy that contradicts the books or waits although no work is under way; `RunGivenUp` if no
+        further step can be completed. Errors show the last lines of the log.
         """
         if self.finished:
             return []
@@ -179,7 +180,7 @@ class Coordinator:
             self.awaiting[kind] = instruction
 
     def _note(self, message: messages.Message) -> None:
-        if type(message) is not messages.Tick:  # every line shows its time
+        if type(message) is not messages.Tick:  # a tick needs no line: every line shows the time
             self._log.append((self.step + 1, self.now, message))
 
     _hear: Final = Handlers(messages.Event)
@@ -192,7 +193,7 @@ class Coordinator:
         if self.served >= 0:
             raise CoordinatorError("started twice")
         self.fleet.publish(event.version, range(len(self.fleet)))
-        # A resumed trainer may be ahead of freshly started engines: the policy publishes first.
+        # A resumed trainer may have newer weights than freshly started engines: the policy then publishes first.
         self.version = event.version if self.version < 0 else self.version
 
     @_hear.of(messages.PromptsDrawn)
@@ -397,7 +398,7 @@ class Coordinator:
             "version": self.version,
             "evaluated": list(self._last_evaluation),
             "saved": self._saved,
-            # a run that failed is resumed with counts from zero: its reward may have been mended
+            # A failed run is resumed with counts from zero: the user may have mended the reward.
             "ledger": self.ledger.state_dict() | ({"dropped": NOTHING_DROPPED} if self.failure else {}),
             "lengths": self.lengths.state_dict(),
             "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
@@ -406,8 +407,8 @@ class Coordinator:
         }
 
     def load_state_dict(self, state: SavedState, prompts: Mapping[int, Prompt] | None = None) -> None:
-        """Continues from `state`. Call before `Started`; the settings may differ from those of `state`. `prompts` has
-        the prompts of `state["ledger"]["entries"]`, by draw."""
+        """Continues from `state`. Call it before `Started`. The settings may differ from the settings of the run that
+        saved `state`. `prompts` has the prompts of `state["ledger"]["entries"]`, by draw."""
         if self.served >= 0:
             raise CoordinatorError("state can only be loaded before the start")
         self.step = state["step"]

@@ -38,13 +38,13 @@ class PlaceSilent(PlaceLost):
 
 
 class PlaceRefuses(DataError):
-    """The preprocessor will never serve this client: another token, another release, no valid address."""
+    """The preprocessor will never serve this client: tokens or releases differ, or the address is not valid."""
 
 
 class FlightPlace:
     """The preprocessor at `address`, HOST:PORT; each question carries `settings`. The first question connects.
 
-    A method's `seconds` bound its question. The methods may be called from any thread. They raise PlaceLost,
+    `seconds` bound the time of a method's question. The methods may be called from any thread. They raise PlaceLost,
     PlaceRefuses, and DataError for a failure within the preprocessor.
     """
 
@@ -52,7 +52,7 @@ class FlightPlace:
         self.address, self._settings = address, settings
         self.threads = 1  # threads of the preprocessor, from its answer to `greet`
         self.working = 0  # media and ranges that are being requested; the caller counts them
-        self.heard = 0.0  # time of its last sign of life: an answer, a batch of an answer, an error
+        self.heard = 0.0  # time of the preprocessor's last sign of life: an answer, a batch of an answer, an error
         self._headers = [(b"authorization", f"Bearer {token}".encode())] if token else []
         try:
             self._client = flight.FlightClient(f"grpc://{address}", generic_options=_OPTIONS)
@@ -60,7 +60,7 @@ class FlightPlace:
             raise PlaceRefuses(f"{address!r} is no address of a preprocessor, HOST:PORT: {error}") from None
 
     def greet(self, seconds: float) -> None:
-        """Tells the preprocessor the protocol and the media settings of this client."""
+        """Compares protocol and media settings with the preprocessor's, and gets the number of its threads."""
         answer = self._ask("settings", seconds, protocol=PROTOCOL)
         said = answer.get("protocol"), answer.get("digest")
         if said != (PROTOCOL, self._settings.digest):
@@ -77,7 +77,7 @@ class FlightPlace:
 
     def fetch(self, rows: Sequence[Rows], seconds: float) -> list[np.ndarray]:
         """Returns the patches `[P, 3, n]` (uint8) of each of `rows`, which must respect `MOST_RANGES` and `MOST_BATCH`.
-        Raises MediaError: StaleTicket for a file that has changed."""
+        Raises MediaError for media that can't be used; for a file that has changed, the MediaError is a StaleTicket."""
         question = flight.Ticket(self._question(ranges=range_words(rows)))
         with self._translated():
             chunks = self._client.do_get(question, self._bounds(seconds))

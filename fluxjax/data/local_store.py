@@ -27,8 +27,8 @@ from .media_cache import SLICE_BYTES, Recent, Slices
 from .tickets import MediaRef, StaleTicket, Ticket, check_ref, normalised, parsed, read_ref
 
 GIB = 1 << 30
-DECODE_SECONDS = 60.0  # a decoding process's time for a file
-DECODE_MEMORY_GIB = 8.0  # a decoding process's memory for a file
+DECODE_SECONDS = 60.0  # the most time that a process may take to decode a file
+DECODE_MEMORY_GIB = 8.0  # the most memory that a process may take to decode a file
 KNOWN = 1 << 18  # files whose content hash and verdict are remembered
 
 
@@ -52,7 +52,8 @@ class StoreStats:
 class LocalStore:
     """A `MediaStore` on this machine. Threads that ask for a medium at the same time wait for one decoding.
 
-    Slices are cached by the content of their file, not by its path: two files with the same content share them.
+    Slices of decoded media (`media_cache.Slices`) are cached by the content of a file, not by its path: two files with
+    the same content share slices.
     """
 
     def __init__(
@@ -90,8 +91,8 @@ class LocalStore:
         return normalised(self.settings, rows, self.fetch_bytes(rows))
 
     def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """Returns the patches `[P, 3, n]` (uint8) of these rows of tickets, not to be changed: views of cached slices,
-        copies only of rows that lie in several slices. Raises the errors of `fetch`."""
+        """Returns the patches `[P, 3, n]` (uint8) of these rows of tickets. The arrays must not be changed: they are
+        views of cached slices, or copies if the rows lie in several slices. Raises the errors of `fetch`."""
         tickets = {wanted.ticket: self._ticket(wanted) for wanted in rows}
         for ticket in tickets.values():
             if not is_url(ticket.ref.path):  # a URL is checked only if it is read again: its server is far
@@ -154,15 +155,15 @@ class LocalStore:
     def _decode(
         self, ref: MediaRef, content: bytes, source: Source, known: Medium | None = None, run: range = range(0)
     ) -> tuple[Medium, dict[int, np.ndarray]]:
-        """Decodes a medium and caches its slices; if `known` is given, it decodes only the slices `run` of that medium,
-        and returns them, too. Raises MediaError: StaleTicket if the file has changed meanwhile."""
+        """Decodes a medium and caches its slices. With `known`, the medium of an earlier decoding, decodes only the
+        slices `run`, and returns these slices, too. Raises MediaError; StaleTicket if the file changed meanwhile."""
         found: dict[int, np.ndarray] = {}
 
         def keep(medium: Medium, number: int, patches: np.ndarray) -> None:
-            if number == run.start:  # all of the file has been read by then
+            if number == run.start:  # when the first slice arrives, the decoder has read the complete file
                 _still(ref, source)
             if isinstance(patches.base, np.ndarray) and patches.base.nbytes > patches.nbytes:
-                patches = patches.copy()  # a part of a larger array would keep all of that in memory
+                patches = patches.copy()  # a part of a larger array would keep the complete array in memory
             patches.setflags(write=False)
             self._kept.put((content, self.digest, medium, number), patches)
             if known is not None:
@@ -256,13 +257,13 @@ def _version(ref: MediaRef) -> tuple[str, str, str]:
 
 
 def _still(ref: MediaRef, source: Source) -> None:
-    """Raises StaleTicket if the decoded file has changed meanwhile; bytes in memory can't change."""
+    """Raises StaleTicket if the file is no longer the version that `ref` names; bytes in memory can't change."""
     if isinstance(source, str):
         check_ref(ref)
 
 
 def _hashed(ref: MediaRef, source: Source) -> bytes:
-    """Returns the xxh3-128 of the content. Raises MediaError if it can't be read."""
+    """Returns the xxh3-128 hash of the content. Raises MediaError if the content can't be read."""
     if isinstance(source, bytes):
         return xxhash.xxh3_128_digest(source)
     try:

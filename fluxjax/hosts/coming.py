@@ -1,6 +1,5 @@
-"""Drawn prompts in all processes: process 0 announces them while engines answer them, and each process prepares them.
-
-So no process tokenises and lays out a step's prompts at the beginning of the step, while all other processes wait.
+"""Drawn prompts in all processes: process 0 announces prompts with media while engines answer them, and each process
+tokenises and lays out the announced prompts. Otherwise this work would delay the beginning of each step.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class ComingPrompts:
             self._inputs.popitem(last=False)
 
     def laid_out(self, tickets: Mapping[int, Sequence[str]]) -> dict[int, ModelInput]:
-        """Returns the same as `Preparer.laid_out`, and forgets these prompts: nobody asks for them again."""
+        """Returns the same as `Preparer.laid_out`, and forgets these prompts: nobody asks for a prompt twice."""
         known = {draw: self._inputs.pop(draw) for draw in tickets if draw in self._inputs}
         fit = {draw: inputs for draw, inputs in known.items() if tickets_of(inputs) == list(tickets[draw])}
         return fit | self._source.laid_out({draw: words for draw, words in tickets.items() if draw not in fit})

@@ -5,14 +5,13 @@ algorithm 1), each over a minibatch with loss weights of its own. The policy bef
 training step's proximal policy, whose log-probs are computed once. Engines get the weights after the last optimizer
 step, so a training step counts as one version.
 
-A step's gradients may be computed in portions, at different times and on different devices, and their sum is as if
-computed at once. The loss weights of a portion are normalised over the portion, so its gradient is that of a mean over
-the portion. In the step's mean a portion counts as much as its share of the step's normaliser: tokens, or responses
-(Flexes, section 4.4, "Preserving On-Policy Semantics"). No weight changes in between: all portions use the same
-weights.
+A step's gradients may be computed in portions, at different times and on different devices. Their weighted sum equals
+the gradient computed at once. The loss weights of a portion are normalised over the portion, so its gradient is the
+gradient of a mean over the portion. In the step's mean a portion counts as much as its share of the step's normaliser:
+tokens, or responses (Flexes, section 4.4, "Preserving On-Policy Semantics"). All portions use the same weights.
 
 Every process of a run has a trainer, and makes the same steps. Process 0 has the groups: it calculates advantages,
-plans, and hands every process its share; after that, all processes do the same.
+plans, and hands every process its share of the step. Then all processes compute in the same way.
 """
 
 from __future__ import annotations
@@ -70,13 +69,12 @@ class _Place:
 
 @dataclasses.dataclass
 class Portion:
-    """Some groups of a step with their advantages, and their gradients, once computed. Processes other than 0 have no
-    groups. `size`, the portion's part of the step's normaliser, matters if gradients of several portions are added
-    up."""
+    """Some groups of a step with their advantages, and their gradients, once computed. Processes other than process 0
+    have no groups."""
 
     groups: Sequence[Group] = ()
     prepared: Mapping[int, PreparedPrompt] = dataclasses.field(default_factory=dict)
-    size: int = 0  # its part of the step's normaliser
+    size: int = 0  # the portion's part of the step's normaliser, set if gradients of several portions are added up
     compositions: Sequence[Composition] = ()  # the compositions that were computed last
     outcome: Outcome | None = None
 
@@ -96,10 +94,10 @@ class PolicyTrainer:
         replay: ReplayBuffer | None = None,
         team: Team | None = None,
     ) -> None:
-        """`composer` is for the devices of the learner's mesh; only the `devices` of `engines` are used, which are
-        devices of this process; `weights` returns the weights for engines, if they are not the learner's parameters;
-        `replay` has groups that steps train on again; `team` are the processes that make the same steps. Raises
-        ConfigError for settings under which the algorithm can't be computed."""
+        """`composer` is for the devices of the learner's mesh. The trainer uses only the `devices` of `engines`, all of
+        this process. `weights` returns the weights for engines (None: engines get the learner's parameters). `replay`
+        has groups that steps train on again. `team` are the processes that make the same steps. Raises ConfigError for
+        settings under which the algorithm can't be computed."""
         self._config, self._models, self._learner, self._composer = config, models, models.learner, composer
         self._engines, self._weights, self._replay, self._team = engines, weights, replay, team or Team()
         self._algorithm = models.algorithm
@@ -115,7 +113,7 @@ class PolicyTrainer:
             or self._algorithm.response_ratios
         )
         self._critic = models.critic if self._algorithm.critic else None
-        self._judged: dict[str, float] = {}  # metrics of the step under way
+        self._judged: dict[str, float] = {}  # metrics of `_judge`, of the step under way
         self._early: dict[Gradients, Portion] = {}  # portions of the step under way, by the object that computed them
         self._lent: dict[tuple[Any, ...], _Place] = {}  # by devices
 
@@ -141,9 +139,10 @@ class PolicyTrainer:
         self._keep(latest, self._composed(parts, place, latest.size, update=False), place)
 
     def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> TrainedStep:
-        """See `Trainer.train`; `TrainedStep.groups` has no replayed groups. Metrics are those of the learner,
-        `reward_metrics`, `packing_metrics` and `ReplayBuffer.metrics`. `stream/groups` counts the groups of the step
-        that `accumulate` had, if any; metrics of packing and plans are then of the portion that was computed last."""
+        """See `Trainer.train`; `TrainedStep.groups` has no replayed groups. Returns the metrics of the learner,
+        `reward_metrics`, `packing_metrics` and `ReplayBuffer.metrics`. If `accumulate` had groups of the step,
+        `stream/groups` counts them, and metrics of packing and plans are those of the portion that was computed
+        last."""
         learner, place, settings = self._learner, self._place(), self._config.algorithm
         early = self._joined_early(place)
         replayed: list[Group] = []
@@ -173,9 +172,8 @@ class PolicyTrainer:
         return TrainedStep(tuple(fresh), metrics)
 
     def follow(self, shares: Sequence[Share], size: int, update: bool) -> None:
-        """Does, in another process, what process 0 does in `accumulate` or, with `update`, in `train`; `shares` are
-        this process's shares of the minibatches. `size` is the part of the step's normaliser that belongs to the
-        groups of no earlier portion."""
+        """Does, in another process, what process 0 does in `accumulate` or, with `update`, in `train`. `shares` are
+        this process's shares of the minibatches; `size` is the `Portion.size` that process 0 calculated."""
         place, rest = self._place(), Portion(size=size)
         compositions = self._team.laid_out(self._composer, shares)
         if update:
@@ -222,7 +220,8 @@ class PolicyTrainer:
         return whole, metrics
 
     def _update(self, parts: Sequence[Portion], compositions: Sequence[Composition], place: _Place) -> dict[str, float]:
-        """Makes all optimizer steps of a training step. `_scored` completes every minibatch before the first step."""
+        """Makes all optimizer steps of a training step. `_scored` completes every minibatch before the first
+        optimizer step."""
         settings, learner = self._config.algorithm, self._learner
         scored = self._scored(parts, compositions, place)
         resting = self._critic is not None and learner.version < self._config.critic.warmup_steps
@@ -270,12 +269,12 @@ class PolicyTrainer:
     def _scored(
         self, parts: Sequence[Portion], compositions: Sequence[Composition], place: _Place
     ) -> list[Composition]:
-        """Returns the compositions with all that the loss reads: log-probs of the reference, if there is one, and of
-        the weights to train, if importance weights, ratios of complete responses or several optimizer steps need them.
-        If advantages depend on log-probs or on the critic, the groups of the parts get new advantages."""
+        """Returns the compositions with all that the loss reads: log-probs of the reference, if there is one, and
+        whatever importance weights, ratios of complete responses or several optimizer steps need of the weights to
+        train. If advantages depend on log-probs or on the critic, the groups of the parts get new advantages."""
         settings, algorithm, scored = self._config.algorithm, self._algorithm, list(compositions)
         needed = self._needs_scores
-        for composition in filter(lambda composition: composition.coming, compositions):  # in few steps
+        for composition in filter(lambda composition: composition.coming, compositions):  # most steps have none
             coming = [shaped(batch, self._config, algorithm) for batch in composition.coming]
             place.gradients.compile_ahead(place.params, coming, scores=needed or place.reference is not None)
             if self._critic is not None:
@@ -309,8 +308,8 @@ class PolicyTrainer:
     def _judge(
         self, portions: Sequence[Portion], compositions: Sequence[Composition], kl: Sequence[np.ndarray]
     ) -> list[Composition]:
-        """Returns the minibatches with the critic's advantages. The samples of the portions get the mean advantage of
-        their tokens."""
+        """Returns the minibatches with the critic's advantages. Each sample of the portions gets the mean advantage of
+        its tokens."""
         assert self._critic is not None
         samples = [sample for part in portions for group in part.groups for sample in group.samples]
         outcomes = {(sample.response.draw, sample.response.sample): sample.advantage for sample in samples}
@@ -321,7 +320,8 @@ class PolicyTrainer:
         return judged
 
     def _rewarded(self, portions: Sequence[Portion], keys: Sequence[Key], sums: Arrays) -> Arrays:
-        """Returns the advantages of these responses of the portions, after their rewards have lost their `kl`."""
+        """Returns the advantages of the responses `keys`, whose rewards first lose the KL term, and sets them in the
+        groups of `portions`. `sums["kl"]` has the KL of each response."""
         settings, kl = self._config.algorithm, dict(zip(keys, sums["kl"].tolist(), strict=True))
         groups = [group for part in portions for group in part.groups]
         paid = [less_kl(group, kl, settings.kl_coefficient) for group in groups]
@@ -415,8 +415,8 @@ def has_gradient(groups: Iterable[Group], skip_idle: bool) -> bool:
 
 
 def joined(gradients: Gradients, portions: Sequence[Portion]) -> Portion:
-    """Joins portions into one. Its outcome, if any portion has one, is on the mesh of `gradients`; the portions'
-    outcomes may be donated. A portion without an outcome counts for the normaliser only."""
+    """Joins portions into one portion. If any portion has an outcome, the joined outcome is on the mesh of `gradients`,
+    and the outcomes of `portions` may be donated. A portion without an outcome counts for the normaliser only."""
     size = sum(portion.size for portion in portions)
     compositions: Sequence[Composition] = ()
     total: Outcome | None = None
@@ -440,8 +440,8 @@ def _scaled(outcome: Outcome, share: jax.Array | np.float32) -> Outcome:
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns mean rewards, over all groups and by source; accuracies by source; response lengths in tokens; the shares
-    of responses that were cut off, and of groups that teach nothing."""
+    """Returns mean rewards, over all groups and by source; accuracies by source; response lengths in tokens; the share
+    of responses that were cut off; the share of groups that teach nothing."""
     samples = [(group.prompt.source, sample) for group in groups for sample in group.samples]
     lengths = [sample.response.num_tokens for _, sample in samples]
     metrics = {

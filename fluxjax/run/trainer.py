@@ -77,9 +77,9 @@ class FluxTrainer:
         """Builds everything, starts nothing. `algorithm` (as `config.algorithm.name`), `policy` and `rewards` replace
         those that `config` names (`examples/`). `policy` is called whenever a run begins or is resumed, and returns a
         new object each time. `rewards` has a function or an object for each source, or a dictionary of several by name.
-        The run folder saves at most the algorithm's name: resume with the same script. `read_only` changes nothing in
-        an existing run folder, so that `load_checkpoint` and `evaluate` may be used while the run goes on. `gang`: the
-        processes that train together, if there are several; `main` finds them."""
+        The run folder does not save these objects: resume with the same script. A `read_only` trainer changes nothing
+        in an existing run folder, so that `load_checkpoint` and `evaluate` may be used while the run goes on. `gang`
+        are the processes that train together, if there are several."""
         began = time.monotonic()
         # --- config -----------------------------------------------------------------------------
         config = copy.deepcopy(config)
@@ -103,7 +103,7 @@ class FluxTrainer:
         self._stopping = False
         self.run_dir, self._lock = (pathlib.Path(config.run_dir), None) if read_only else run_folder.create(config)
         if read_only:
-            config.data.preprocessors = 0  # they would write logs
+            config.data.preprocessors = 0  # preprocessors would write logs
         run_dir, self._asked = self.run_dir, config
         with contextlib.ExitStack() as failed:
             failed.callback(self._unlock)
@@ -176,8 +176,7 @@ class FluxTrainer:
         return models.merge(models.split(self.parts.model)[0], self.weights())
 
     def weights(self) -> dict[str, Any]:
-        """The model's current parameters: on the learner's mesh, or, with several processes, gathered in host
-        memory."""
+        """The model's current parameters: on the learner's mesh, or, with several processes, in process 0's memory."""
         self.gang.stepped(self.learner.idle)
         return self.gang.whole(self.learner.weights, self.learner.mesh)
 
@@ -201,9 +200,9 @@ class FluxTrainer:
         checkpoint_interval: int | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> TrainingResult:
-        """Runs to the end, from the start or from the newest checkpoint of the run folder. The configuration has the
-        defaults of all arguments. The `source` of each of `prompts` must be one that the configuration names: its
-        reward scores them."""
+        """Runs to the end: from the checkpoint that `load_checkpoint` loaded, else from the newest checkpoint of the
+        run folder, else from the start. The configuration has the defaults of all arguments. The `source` of each
+        prompt must be a source of the configuration, whose reward scores the prompt."""
         self._lock = self._lock or run_folder.lock(self.run_dir)
         asked = copy.deepcopy(self._asked)
         asked.steps = asked.steps if num_steps is None else num_steps
@@ -247,8 +246,8 @@ class FluxTrainer:
     def save_checkpoint(self) -> None:
         """Saves the state that `fit` or `load_checkpoint` left behind and waits for the disk.
 
-        Raises `ResumeError` if the state cannot be written, or before the first of these calls, when there is no state;
-        within `fit` checkpoints are saved by `checkpoint.every`.
+        Raises `ResumeError` if the state cannot be written, and before the first call of `fit` or `load_checkpoint`.
+        Within `fit`, checkpoints are saved by `checkpoint.every`.
         """
         self.state.save_now()
         checkpoints = self.parts.checkpoints
@@ -259,8 +258,8 @@ class FluxTrainer:
         """Restores a checkpoint of this run folder, the newest by default, onto this trainer's mesh; `fit` goes on from
         there. Returns its step; raises `ResumeError` if there is no checkpoint, or it fits another model.
 
-        The learner's arrays are freed before the checkpoint's arrays are read, so that no device holds both, unless an
-        engine serves them."""
+        Unless an engine serves the learner's arrays, they are freed before the checkpoint's arrays are read, so that no
+        device holds both."""
         return self.state.load(step)
 
     def close(self) -> None:
@@ -421,5 +420,5 @@ class FluxTrainer:
         return TrainingResult(summary, self.run_dir)
 
     def _fetched(self, start: float, end: float, bytes: int) -> None:
-        if self._runtime is not None:  # a warm start has no stages
+        if self._runtime is not None:  # the timeline does not show the warm start
             self.timeline.add(Span("materialize", "materializer", start, end, self.coordinator.step + 1))

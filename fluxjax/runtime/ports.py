@@ -13,7 +13,7 @@ class EvaluationGivenUp(Exception):
 
 @runtime_checkable
 class Trainer(Protocol):
-    """`accumulate`, `train` and `weights` block and run in a thread, one at a time."""
+    """Trains for the runtime. `accumulate`, `train` and `weights` block; a thread calls them, one at a time."""
 
     @property
     def version(self) -> int:
@@ -21,8 +21,8 @@ class Trainer(Protocol):
         ...
 
     def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> TrainedStep:
-        """Makes a training step, over these groups and those of `accumulate`; `prepared` has each group's prompt, by
-        draw. Returns all of the step's groups, by draw, and metrics."""
+        """Makes a training step over these groups and the groups that `accumulate` had; `prepared` has each group's
+        prompt, by draw. Returns all groups of the step, ordered by draw, and metrics."""
         ...
 
     def accumulate(
@@ -48,14 +48,15 @@ class Checkpointer(Protocol):
         ...
 
     def save(self, step: int, state: State) -> None:
-        """Saves in the trainer's thread, so that nothing is trained meanwhile; may go on writing in the background."""
+        """Saves a checkpoint. The trainer's thread calls `save`, so that nothing is trained meanwhile; writing may go
+        on in the background."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """A step that is trained and published. `groups` are by draw and have their advantages; `seconds` is the wall time
-    of each of the step's stages."""
+    """A step that is trained and published. `groups` are ordered by draw and have advantages; `seconds` is the wall
+    time of each stage of the step."""
 
     step: int
     version: int
@@ -65,8 +66,8 @@ class StepReport:
 
 
 class Observer:
-    """Hears what happens in a run: override the methods that you need. They are called on the event loop between
-    instructions: keep them short. Raising ends the run."""
+    """Hears what happens in a run: override the methods that you need. The methods run on the event loop between
+    instructions: keep them short. An exception in a method ends the run."""
 
     def on_step(self, report: StepReport) -> None: ...
 

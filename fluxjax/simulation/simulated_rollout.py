@@ -53,7 +53,7 @@ class Rollout:
         self.launched = self.aborted = self.crashes = 0
         self.longest = 0  # tokens of the longest response that arrived since this was set to 0
         self._open: dict[str, Generation] = {}  # by rid: generations with a sample on the engine
-        self._seconds, self._busy_since = 0.0, -1.0  # seconds with an open request; when they last began
+        self._seconds, self._busy_since = 0.0, -1.0  # seconds with an open request; the begin of the present spell
         self._past = [0.0] * 4  # earlier engines' GPU seconds of work, peak tokens, tokens, preemptions
         self._build(self.settings.degree, version=0)
 
@@ -81,7 +81,7 @@ class Rollout:
     # --- requests -----------------------------------------------------------------------------------
 
     def generate(self, order: Generate, step: int) -> None:
-        """Begins requests; responses that ended before (`begun`) do not run again."""
+        """Begins requests. Responses in `Request.begun` that have ended do not run again."""
         if not self._open:
             self._busy_since = self.clock.now
         for request in order.requests:
@@ -144,7 +144,7 @@ class Rollout:
         found = engine.abort(name)
         if engine.up:
             self.aborted += len(found)
-        else:  # samples that wait for an engine that is down were never launched
+        else:  # samples that wait for an engine that is down do not count as launched
             self.launched -= len(found)
         if found:
             self._close(opened, len(found))
@@ -179,8 +179,7 @@ class Rollout:
                 self._loaded()
 
     def sleep(self, engines: set[int]) -> set[int]:
-        """Pauses some engines until `wake`, so that their GPUs are free. Returns the engines that did not sleep
-        already."""
+        """Pauses some engines until `wake`, so that their GPUs are free. Returns the engines that were awake."""
         awake = {index for index in engines if not self.engines[index].paused}
         for index in sorted(awake):
             self.engines[index].pause()

@@ -1,4 +1,4 @@
-"""A cluster in virtual time that carries out the real coordinator's instructions, as `fluxjax.runtime` in real time.
+"""A cluster in virtual time: it carries out the real coordinator's instructions, as `fluxjax.runtime` in real time.
 
 All work is an action of the clock: decoding, rewards, training, weight sync, late replies. The coordinator gets events
 one after the other, and its instructions are begun in their order. Training has its own GPUs (`train_gpus`), or takes
@@ -80,8 +80,8 @@ class Cluster:
         self._heard = 0.0  # the time of the last event
 
     def run(self) -> messages.Finish:
-        """Runs until the coordinator is finished. Raises StuckError if it waits for ever, and the coordinator's
-        errors."""
+        """Runs until the coordinator is finished. Raises StuckError if the coordinator waits for ever, and the
+        coordinator's errors."""
         self.clock.at(0.0, partial(self.post, messages.Started(0)))
         meet_incidents(self.rollout, self.faults, over=lambda: self.clock.now - self._heard > PATIENCE)
         self.clock.run()
@@ -169,8 +169,8 @@ class Cluster:
     def _compute(
         self, step: int, groups: Sequence[Group], gpus: int, lanes: list[str], update: bool, then: Callable[[], None]
     ) -> None:
-        """Computes gradients on `gpus` GPUs of lent engines; if it is 0, on training's own GPUs, or on all GPUs, whose
-        engines sleep meanwhile."""
+        """Computes gradients on `gpus` GPUs of lent engines. If `gpus` is 0, computes them on training's own GPUs; if
+        training has none, on all GPUs, while all engines sleep."""
         work, now = self.work, self.clock.now
         responses = sum(sample.response.num_tokens for group in groups for sample in group.samples)
         prompts = sum(work.prompt_tokens(group.prompt.draw) * len(group.samples) for group in groups)
@@ -253,8 +253,9 @@ class Cluster:
     # --- totals -------------------------------------------------------------------------------------
 
     def utilisation(self) -> dict[str, float]:
-        """Returns shares of the time of all GPUs so far. `busy`: the engine or the trainer on the GPU works.
-        `throughput`: the same, but an engine counts by its decoded tokens as a share of those at its peak."""
+        """Returns shares of the time of all GPUs so far, `rollout_busy` of the rollout's GPUs only. `busy`: the engine
+        or the trainer on the GPU works. `throughput`: the same, but an engine counts by its decoded tokens, as a share
+        of the tokens that it would have decoded at its peak."""
         gpus, span = self.settings.gpus, max(self.clock.now, math.ulp(1.0))
         worked, decoded = self.rollout.utilisation()
         engines, trainer = self.settings.rollout_gpus / gpus, self.train_gpu_seconds / (gpus * span)

@@ -1,8 +1,8 @@
 """The largest batches that a configuration allows, as shapes: composed from made-up prompts as a run composes.
 
-If sequences are spread over devices, the sizes of some buffers depend on the lengths of a step: here they are the
-largest sizes in a few steps of made-up lengths. Rows and patches are as long as `packing` allows, and tables of runs
-have room for all runs of a step in one row.
+If sequences are spread over devices, the sizes of some buffers depend on the lengths of a step: this file takes the
+largest sizes in a few steps of made-up lengths. Buffers of tokens and patches are as long as `packing` allows. Under
+`fsdp`, tables of runs have room for all runs of a step in one row.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _largest_rows(config: Config, model: DecoderConfig, num_devices: int) -> Tra
 
 def _largest_spread(config: Config, model: DecoderConfig, num_devices: int) -> TrainBatch:
     vision = model.vision
-    shapes = ShapeBook(most=1 << 20)  # an entry for each request
+    shapes = ShapeBook(most=1 << 20)  # never full
     composer = Composer(config, num_devices, vision, model.text, shapes)
     composer.check()
     room = composer.room

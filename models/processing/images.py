@@ -1,4 +1,4 @@
-"""Reads image files: as RGB pixels, or their size alone; computes the sizes that images and frames are resized to.
+"""Reads the pixels of image files, or only their sizes; computes the sizes that images and frames are resized to.
 
 Unfinished downloads and bad disks leave files with zeros in the place of their picture; such files are refused. The
 zeros decode as pixels of some colour, and decoders report no error. Formats with checksums need no help; in formats
@@ -29,8 +29,8 @@ ORIENTATION = ExifTags.Base.Orientation
 LYING = range(5, 9)  # EXIF orientations that exchange width and height
 PNG_SIGNATURE, PNG_CHECKSUM = 8, 4  # bytes
 PNG_NOTES = {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}  # chunks that may hold an EXIF orientation
-# An encoder with fixed Huffman tables never writes 64 zeros in a row. Fitted tables may give them for an even area. So
-# such zeros are a reason to look closer. Files without such zeros, nearly all photographs, are decoded once only.
+# An encoder with fixed Huffman tables never writes 64 zeros in a row; fitted tables may give 64 zeros for an even area.
+# So a JPEG file with such zeros is examined. Files without such zeros, nearly all photographs, are decoded only once.
 HOLE = bytes(64)
 SCAN, END = b"\xff\xda", b"\xff\xd9"  # JPEG's markers
 # A coded picture may end in zeros, up to 1 / SHARE of it: a twentieth in libwebp's pictures of one colour.
@@ -89,7 +89,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 def _band_to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
-        # plain conversion would clip everything above 255 to white; the high byte is the 8-bit grey value
+        # Pillow's conversion would clip all values above 255 to white; the high byte is the 8-bit grey value.
         values = np.asarray(image)
         grey = (values >> 8).astype(np.uint8)
         if (transparent := image.info.get("transparency")) is not None:
@@ -103,7 +103,7 @@ def _band_to_rgb(image: Image.Image) -> Image.Image:
 
 
 def image_facts(source: Source, limits: DecodeLimits) -> Facts:
-    """The facts of an image, by its header. Raises MediaError if the header shows that the image can't be used."""
+    """The facts of an image, from its header. Raises MediaError if the header shows that the image can't be used."""
     with open_image(source, limits) as (file, content):
         width, height = file.size
         if width != height and _orientation(file, content) in LYING:
@@ -134,8 +134,8 @@ def _notes_behind_pixels(png: OpenFile) -> bool:
 
 
 def refuse_holes(content: OpenFile, format: str, name: str, limits: DecodeLimits) -> None:
-    """Raises MediaError if zeros stand in the place of the picture's data, as far as that can be told. `format` is
-    Pillow's name of the file's format."""
+    """Raises MediaError if zeros stand in the place of the picture's data; misses some such files. `format` is Pillow's
+    name of the file's format."""
     if format not in ("JPEG", "MPO", "WEBP", "AVIF"):
         return
     content.seek(0)
@@ -196,8 +196,8 @@ def smart_resize(
 ) -> tuple[int, int]:
     """Height and width as multiples of `factor`, the area within bounds, the aspect ratio nearly unchanged.
 
-    The bounds are those of `frames` frames together, whose number is rounded to a multiple of `patch`. Rounds exactly
-    like the published processors. Raises ValueError for an aspect ratio above 200.
+    The bounds hold for the area of all `frames` frames together; their number is rounded to a multiple of `patch`.
+    Rounds exactly like the published processors. Raises ValueError for an aspect ratio above 200.
     """
     aspect = max(height, width) / min(height, width)
     if aspect > MAX_ASPECT:

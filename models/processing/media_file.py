@@ -19,7 +19,7 @@ class MediaError(ValueError):
     """A media file cannot be used. The message names the file and says why."""
 
     def __init__(self, path: str, reason: str) -> None:
-        name = path if len(path) < 1000 else f"{path[:60]}... ({len(path)} characters)"  # it may be a picture
+        name = path if len(path) < 1000 else f"{path[:60]}... ({len(path)} characters)"  # a data URL has its picture
         super().__init__(f"{name}: {reason}".encode(errors="backslashreplace").decode())  # the text can be printed
         self.path = path
         self.reason = reason
@@ -65,7 +65,7 @@ class Medium:
     kind: str  # "image" or "video"
     grid: Grid
     seconds_per_grid: float = 0.0  # seconds that a frame pair of a video spans
-    # Decoding has shown that packets tell the time of each frame. This says how to read a medium: equality ignores it.
+    # True if decoding has shown that packets tell the time of each frame; equality of media ignores this field.
     seekable: bool = dataclasses.field(default=False, compare=False)
     times: tuple[float, ...] = ()  # seconds of each frame pair of a video, in a timed layout (`PatchLayout.timed`)
 

@@ -1,7 +1,7 @@
 """Qwen3.5: a decoder most of whose layers mix tokens by a state (Gated DeltaNet), all others by gated attention.
 
-The layers of the two kinds are two stacks. The text-only model is this decoder. The other model also has the tower of
-Qwen3-VL; its decoder reads the tower's last layer only.
+The layers of the two kinds are two stacks. `Qwen35Text` is the decoder alone. `Qwen35` also has the tower of Qwen3-VL;
+the decoder reads only the tower's last layer.
 """
 
 from flax import nnx
@@ -30,7 +30,7 @@ class DeltaLayer(nnx.Module):
         self.mlp = GatedMLP(D, F, bias=False, std=std, rngs=rngs, stack=stack)
 
     def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, mix: Mix[Aux]) -> tuple[Float[Array, "B T D"], Aux]:
-        """The state has the order of tokens, so that the layer has no use for `rotary`."""
+        """Ignores `rotary`: the state meets the tokens in their order."""
         assert mix.delta is not None
         out, aux = self.delta(self.delta_norm(x), mix.delta)
         x = x + out

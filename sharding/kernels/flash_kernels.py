@@ -6,9 +6,9 @@ query reaches every key. Products accumulate in float32; the softmax is FlashAtt
 (arXiv:2307.08691), to base 2. Gradients are sums in a fixed order without atomics: the same inputs give the same bits.
 
 Arrays are dense: q, out, dout, dq `[B, T, N, H]`; k, v, dk, dv `[B, T, K, H]`; lse and slope `[B, N, T]` float32;
-segments and branches `[B, filled]` int32, T filled up to full tiles with segment 0; a list `[B, tiles, width]` int32,
-and its counts `[B, tiles, 2]`: the tiles that need the mask, and all tiles. In `forward`, q, out and lse lack the AHEAD
-first tokens of a row.
+segments and branches `[B, filled]` int32, T filled up to full tiles with segment 0. A list is `[B, tiles, width]`
+int32; `counts` `[B, tiles, 2]` has the numbers of listed tiles that need the mask, and of all listed tiles. In
+`forward`, q, out and lse lack the first AHEAD tokens of a row.
 
 Only a launch by `flash` imports this file; the import fails without Triton.
 """
@@ -35,7 +35,7 @@ def _offsets(TOKENS: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, H: 
 
 @triton.jit
 def _load(pointers, index, T, H: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr):
-    """Loads a tile of tokens, with zeros beyond the row's end (if `CHECK`) and beyond the head's size."""
+    """Loads a tile of tokens, with zeros beyond the head's size and, with `CHECK`, beyond the row's end."""
     if CHECK:
         return tl.load(pointers, mask=(index < T)[:, None] & (tl.arange(0, WIDTH) < H)[None, :], other=0.0)
     if WIDTH == H:
@@ -64,7 +64,7 @@ def _scores(
     K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Loads a tile of keys. Returns their indices, the offsets of their numbers, the keys, and the scores."""
+    """Loads a tile of keys. Returns the keys' indices, the offsets of their numbers, the keys, and the scores."""
     start = tile * KEYS
     key = start + tl.arange(0, KEYS)
     place = _start(row, T, start, kv_head, K, H) + offsets
@@ -111,7 +111,8 @@ def forward(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of queries, query heads, rows. Under a causal mask the last tiles have most work and start first."""
+    """Grid: tiles of queries, query heads, rows. The last tiles, which have most work under a causal mask, start
+    first."""
     tile, head, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_head = head // (N // K)
     query = AHEAD + tile * QUERIES + tl.arange(0, QUERIES)
@@ -172,7 +173,7 @@ def query_gradients(
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid and lists are those of `forward`. `slope` is the sum of `out * dout` over a head."""
+    """Grid and lists are those of `forward`. `slope` is the sum of `out * dout` over the numbers of a head."""
     tile, head, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_head = head // (N // K)
     query = tile * QUERIES + tl.arange(0, QUERIES)

@@ -1,4 +1,4 @@
-"""Ties between the processes of a run besides collectives: arrays on demand, counters, and news of failures."""
+"""Links between the processes of a run, beside collectives: arrays on demand, messages, counters, failure reports."""
 
 import collections
 import contextlib
@@ -25,7 +25,7 @@ from .wires import MOST, LinkError, Message, Wires, keep_send_buffers_wide
 ADVICE = "All processes of the run end; start them all again, and it goes on from its last checkpoint."
 
 _STREAMS = 2  # TCP streams between two transfer servers; on one host 1, 2 and 4 are equally fast
-_PROBE = 2**64 - 1  # minus the fetching process: the key of an array that it fetches once, as a test
+_PROBE = 2**64 - 1  # minus a process's number: the key of the array that this process fetches as a test
 _LINE = 1000  # characters of a reported failure
 _LOOK = 1.0  # seconds between two checks in a wait for messages, if no message wakes it
 _GLANCE = 0.1  # seconds between two checks in a wait for arrays
@@ -33,17 +33,18 @@ _NEWS = 2.0  # seconds within which the wires report a death that broke a transf
 
 
 class Links:
-    """Arrays travel through `jax.experimental.transfer`; beside it, one TCP connection between each two processes
-    carries small messages and notices a death at once. Every method may be called from many threads.
+    """Arrays travel through `jax.experimental.transfer`. One TCP connection between each two processes carries messages
+    and notices a death at once. Any thread may call the methods, but only one thread at a time `receive` from one
+    process and `barrier` of one name.
 
     Creation is collective: all processes of `jax.distributed` (started by `initialize` of this package) create `Links`
     in the same order. A single process opens no connection: it has no peer to fetch from or to wait for.
 
-    A peer is lost if its connection closes without a word (a process killed or crashed: at once) or if it sends no
-    message for `timeout` seconds (a process stopped, a host or network gone; stay below JAX's own
-    `heartbeat_timeout_seconds`). After a loss or a reported failure, all waits and later calls raise LinkError, every
-    peer gets a report, and this process has `grace` seconds to end itself. A thread inside a collective with a dead
-    process can't be woken, so the process is then ended as by `leave`.
+    A peer is lost if its connection closes without a message (its process was killed or crashed), or if it sends
+    nothing for `timeout` seconds (its process is stopped, its host or network is gone). `timeout` must be below JAX's
+    own `heartbeat_timeout_seconds`. After a loss or a reported failure, waits and later calls raise LinkError, every
+    peer gets a report, and `leave` ends this process after `grace` seconds: a thread inside a collective with a dead
+    process can't be woken.
 
     Peers reach this process over loopback if all processes share a host, and otherwise at the address from which this
     host speaks to them. Raises LinkError if the processes do not reach each other within `timeout`.
@@ -52,7 +53,7 @@ class Links:
     def __init__(self, *, timeout: float = 60.0, grace: float = 10.0) -> None:
         self.process = jax.process_index()
         self.processes = jax.process_count()
-        self.rank_here = 0  # this process's number among the processes with its loopback interface, and so its ports
+        self.rank_here = 0  # lower-numbered processes that share this process's loopback interface, and so its ports
         self._timeout = timeout
         self._grace = grace
         self._news = threading.Condition()  # guards the fields below
@@ -102,7 +103,7 @@ class Links:
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
         """Offers `arrays` under `key`; one peer fetches them, once. Each array is on one local device and may still be
-        computing. Raises ValueError for an empty array: the transfer engine would wait for it for ever.
+        computing. Raises ValueError for an empty array, for which the transfer engine would wait for ever.
 
         Does not wait. A key is 0 to 2**63 and used once in the life of this process. The arrays are held until they
         have been fetched; donating or deleting an array earlier breaks the fetch.
@@ -141,10 +142,9 @@ class Links:
         raise self._error()
 
     def explain(self, error: BaseException) -> BaseException:
-        """Returns the LinkError behind the error of a program, a collective or a transfer if there is one, or `error`.
+        """Returns the LinkError that explains the error of a program, a collective or a transfer; without one, `error`.
 
-        A program that needed a dead process may fail before the wires report the death: waits two seconds for the
-        report.
+        Waits up to two seconds: a program that needed a dead process may fail before the wires report the death.
         """
         if self._peers and not isinstance(error, LinkError):
             with self._news:
@@ -169,12 +169,13 @@ class Links:
 
     def wait(self, topic: str, at_least: int) -> None:
         """Waits until `at_least` notifications of `topic` have arrived since the beginning, from all processes
-        together. Raises LinkError for an earlier failure."""
+        together. Raises LinkError if a failure comes first."""
         self._await(lambda: self._counts[topic] >= at_least, self._hopeless)
 
     def send(self, process: int, *data: bytes) -> int:
-        """Sends `data` to the peer `process`; its `receive` returns the data joined, in the order of the sends. Returns
-        the number of bytes. Waits only if the peer's buffers are full. Raises ValueError for more than a GiB."""
+        """Sends `data`, joined to one message, to the peer `process`, whose `receive` returns messages in the order of
+        sending. Returns the number of bytes. Waits only if the peer's buffers are full. Raises ValueError for more than
+        a GiB."""
         self.check()
         size = sum(map(len, data))
         if size > MOST:
@@ -185,7 +186,8 @@ class Links:
         return size
 
     def receive(self, process: int) -> bytes:
-        """Waits for the next data that `process` sends, and returns them. Raises LinkError for an earlier failure."""
+        """Waits for the next message of `send` in `process`, and returns it. Raises LinkError if a failure comes
+        first."""
         box = self._boxes[process]
         self._await(lambda: bool(box), lambda: self._over() or process in self._peers_closed)
         with self._news:
@@ -199,8 +201,8 @@ class Links:
                 del self._counts[topic]
 
     def barrier(self, name: str) -> None:
-        """Waits until all processes have called `barrier` with `name` as often as this process, each from one thread at
-        a time. Raises LinkError for an earlier failure. No device takes part."""
+        """Waits until all processes have called `barrier` with `name` as often as this process. Raises LinkError if a
+        failure comes first. No device takes part."""
         self.check()
         for peer in self._peers:
             self.notify(peer, f"barrier of {self.process}: {name}")
@@ -214,8 +216,8 @@ class Links:
             self._counts = +self._counts  # keeps the counts of peers that are one call ahead, and drops zeros
 
     def fail(self, reason: str) -> None:
-        """Reports to all processes that this process has failed: waits raise LinkError with `reason`, here as well.
-        Only the first failure of a run counts. Never raises."""
+        """Reports to all processes that this process has failed: waits raise LinkError with `reason`, also in this
+        process. Only the first failure of a run counts. Never raises."""
         self._announce(f"{self._name(self.process)} failed: {reason}")
 
     def check(self) -> None:
@@ -224,9 +226,9 @@ class Links:
             raise self._error()
 
     def close(self) -> None:
-        """Closes the links in good order and notifies the peers: their `receive` from this process and `barrier` then
-        fail at once, their other waits after the time-out. Call it after a `barrier`, as peers may still fetch offered
-        arrays. After a failure, call `leave` instead."""
+        """Closes the links in good order and notifies the peers. In a peer, `receive` from this process and `barrier`
+        then fail at once, other waits fail after the time-out. Call `close` after a `barrier`, as peers may still fetch
+        offered arrays. After a failure, call `leave` instead."""
         with self._news:
             if self._closed or self._announced:
                 return
@@ -266,8 +268,8 @@ class Links:
         return bool(self._failure) or self._closed
 
     def _hopeless(self) -> bool:
-        """Says whether missing messages and arrays will never arrive. After a peer has closed, they may be under way or
-        come from another peer, but for no longer than the time-out: a peer closes after the last barrier."""
+        """Says whether missing messages and arrays will never arrive: after a failure, or when a peer has been closed
+        for longer than the time-out. Until then they may be under way, or come from another peer."""
         late = time.monotonic() - self._timeout
         return self._over() or any(when < late for when in self._peers_closed.values())
 
@@ -324,7 +326,7 @@ def _arrive(arrays: Sequence[jax.Array], hopeless: Callable[[], bool]) -> bool:
     """Returns True once all `arrays` are fetched or computed, False soon after `hopeless()`: JAX's own wait for a
     hanging peer never ends. Raises the error of the program or the transfer that should have filled them.
 
-    A thread waits. If the arrays never arrive, it can't be stopped and waits until the process ends.
+    JAX's wait runs in a thread that can't be stopped: if the arrays never arrive, it waits until the process ends.
     """
     done, errors = threading.Event(), list[Exception]()
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-TARGETS = (1.05, 1.03, 1.01)  # largest over mean load up to which units may stay on their home devices
+TARGETS = (1.05, 1.03, 1.01)  # ratios of a device's load to the mean load up to which units stay on their home devices
 EPS = 1e-9
 
 
@@ -21,12 +21,13 @@ def spread_vision(
     *,
     replica: int = 0,
 ) -> np.ndarray:
-    """Returns the device of each unit, `[units]` int64: units of the vision tower are spread over the devices of their
-    replica (`replica` consecutive devices; 0: all).
+    """Returns the device of each unit, `[units]` int64. The units of the vision tower (images and frame pairs) are
+    spread over the devices of their replica: `replica` consecutive devices; 0: all devices.
 
     `units`: patches of each unit. Consecutive equal units of one home (the frame pairs of a video) are dealt together.
-    `home_first`, `home_degree`: the devices that hold the tokens of each unit. Within each replica the largest load is
-    at most 1.05 of the mean, or else the load of longest-first placement; as many units as this allows stay home.
+    `home_first`, `home_degree`: the devices that hold the tokens of each unit, its home. In each replica the largest
+    load is at most 1.05 of the mean or, if that is more, the largest load of longest-first placement. Among the
+    placements tried within this bound, the one with most patches at home is taken.
     """
     replica = replica or num_devices
     rows = [np.asarray(row, np.int64).reshape(-1) for row in (units, home_first, home_degree)]
@@ -67,8 +68,8 @@ def _replica(runs: Sequence[_Run], base: int, replica: int, devices: np.ndarray)
 
 
 def _spread(runs: Sequence[_Run], base: int, replica: int, target: float) -> tuple[np.ndarray, int, list[np.ndarray]]:
-    """Loads, patches at home, and units of each run on each device of a replica. Runs are placed in order, large units
-    first. A unit stays home while its device stays within `target`; otherwise it goes to the least loaded device."""
+    """Returns loads of a replica's devices (patches), patches at home, and units of each run on each device. Places
+    runs in order. A unit stays home while its device stays within `target`, else goes to the least loaded device."""
     loads, home, placed = np.zeros(replica), 0, []
     for run in runs:
         counts = np.zeros(replica, np.int64)
@@ -103,9 +104,7 @@ def _level(loads: np.ndarray, size: int, count: int, room: np.ndarray) -> np.nda
 
 
 def surely_hold(patches: int, frame: int, devices: int, cap: int) -> bool:
-    """Says whether devices of `cap` patches surely hold `patches`, spread in frame pairs of at most `frame` patches.
-
-    The largest load under `spread_vision` is at most 1.05 of the mean, or at most the mean plus one frame pair.
-    """
+    """Says whether devices of `cap` patches surely hold `patches`, spread in units of at most `frame` patches: the
+    largest load under `spread_vision` is at most 1.05 of the mean, or at most the mean plus one unit."""
     mean = patches / devices
     return patches <= cap or (mean * TARGETS[0] <= cap and mean + frame <= cap)

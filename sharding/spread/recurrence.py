@@ -1,10 +1,10 @@
-"""The gated delta rule over sequences that groups of devices share: a kind of layer under `ulysses`.
+"""The gated delta rule over sequences that several devices share: a `HeadMixer` of `ulysses`.
 
-A device computes the states of its value heads over all tokens of its group's stream. A unit is a key head, or a copy
-of it, with value heads that read it. What travels is what `DeltaInputs` has of a token: its channels before the
-convolution, in their own dtype, and the logarithm of its decay and its beta, in float32. Outputs come back in float32,
-for the layer norms them. The convolution's weights are those of all channels on every device, and a device takes those
-of its units.
+A device computes the states of its value heads over all tokens of its device group's stream. A unit is a key head, or a
+copy of a key head, with value heads that read it. Devices exchange what `DeltaInputs` has of each token: the channels
+before the convolution, in their own dtype, and the logarithm of the decay and beta, in float32. Outputs come back in
+float32, because the layer normalises them. Every device has the convolution's weights of all channels, and computes
+with the weights of its units.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from .ulysses import HeadMixer, View, bare_views, mixed, to_devices
 
 
 def spread_delta(spread: Spread, heads: DeltaHeads, columns: int) -> Callable[[DeltaInputs], Float[Array, "1 T V J"]]:
-    """`recur(inputs) -> out_BTVJ` for the rows of a spread batch, which have `columns` tokens, one row a device; see
+    """Returns `recur(inputs) -> out_BTVJ` for a spread batch, which has one row of `columns` tokens a device; see
     `spread_attention`. Outputs are float32, and zero at padding. Raises ValueError for a batch without tables of runs;
     `recur` raises PlanError for a degree above the number of value heads."""
     if len(spread.runs) != len(spread.rounds):

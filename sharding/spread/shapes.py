@@ -1,8 +1,8 @@
 """Keeps the number of compiled shapes small: compiled buffer sizes are used again if they waste little.
 
-Every distinct tuple of buffer sizes is a program of its own: compiling it takes seconds on a CPU and minutes on a
+Every distinct tuple of buffer sizes needs its own program, whose compilation takes seconds on a CPU and minutes on a
 cluster. Lengths differ in every batch. Rounding each size to a coarse grid would waste a third of every buffer, and
-still multiply the combinations of a dozen sizes. So all sizes are chosen together, and remembered.
+a dozen sizes would still have too many combinations. So all sizes are chosen together, and remembered.
 """
 
 import dataclasses
@@ -18,25 +18,26 @@ FIXED = ("frame", "exports")  # sizes that never shrink
 GIVEN = "rows"  # the size that is always exact
 PER_ROW = "chunks"  # the size that grows with the columns of a row, not with all rows
 COARSE = ("round/", "send/")  # sizes that vary so much that their shares of a device's tokens are powers of two
-LEAST = 0.25  # the least of these shares
-SETTLED = 100  # requests without a new entry that double the accepted slack; 200 requests triple it
+LEAST = 0.25  # the least share of a COARSE size
+SETTLED = 100  # requests without a new entry after which the accepted slack has doubled; after 200, it has tripled
 
 
 @dataclasses.dataclass
 class ShapeBook:
     """The sizes that have been compiled so far, at most `most` entries.
 
-    The cheapest entry that is large enough serves a request, if it costs at most `slack` more than a new entry would
-    (see `patience`). A new entry has the requested columns, rounded up by an eighth of an octave at most. Its other
-    sizes, relative to its columns, are at least as large as in all earlier entries, so that entries differ in little
-    but their columns. The last place is reserved for an entry of all caps: it holds every possible request.
+    The cheapest entry that is large enough serves a request, unless a new entry would be cheaper by more than the share
+    `slack` (see `patience`). A new entry has the requested columns, rounded up by an eighth of an octave at most. Its
+    other sizes, relative to its columns, are at least as large as in all earlier entries, so that entries differ in
+    little but their columns. The last entry has the largest possible sizes (caps), and serves every possible request.
 
     Entries for one number of devices are useless for another number: each number has its own entries, at most `most`.
     If microbatches of single devices and of all devices alternate (`odc`), single devices get `alone` of the `most`
-    places. Entries depend on the order of requests, so that they are part of a run's state: `state` and `load_state`.
+    entries. Entries depend on the order of requests, so that they are part of a run's state: `state` and `load_state`.
 
     With `ahead`, a new entry is compiled first, and used only `ahead` steps (`next_step`) later. Until then a larger
-    entry serves, if there is one. Equal runs compute in equal sizes, however long compilations take.
+    ready entry serves the request; without a larger entry, the new entry is used at once. So equal runs compute in
+    equal sizes, however long compilations take.
     """
 
     most: int = 32
@@ -47,7 +48,7 @@ class ShapeBook:
     entries: dict[int, list[Sizes]] = dataclasses.field(default_factory=dict)  # by the number of devices
     served: dict[int, int] = dataclasses.field(default_factory=dict)  # by devices: requests since the last new entry
     coming: list[tuple[int, Sizes, int]] = dataclasses.field(default_factory=list)  # devices, entry, its first step
-    divided: dict[int, int] = dataclasses.field(default_factory=dict)  # `served` when a request was last divided
+    divided: dict[int, int] = dataclasses.field(default_factory=dict)  # by devices: `served` at the last `divide`
 
     def __len__(self) -> int:
         return sum(map(len, self.entries.values()))
@@ -65,7 +66,7 @@ class ShapeBook:
     def choose(
         self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
     ) -> tuple[Sizes, Sizes | None]:
-        """Returns (sizes of the buffers now, new sizes to compile or None); without `ahead`, (sizes of `fit`, None)."""
+        """Returns (sizes of the buffers now, sizes to compile for later or None); without `ahead`, (`fit`'s, None)."""
         sizes = self.fit(needs, caps, cost, devices, exact)
         if not self.ahead:
             return sizes, None
@@ -74,7 +75,7 @@ class ShapeBook:
             return sizes, None
         unready = [entry for number, entry, _ in self.coming if number == devices] + [sizes]
         ready = [entry for entry in self.holding(needs, caps, devices) if entry not in unready]
-        if not ready:  # no entry is large enough: the new entry is compiled now
+        if not ready:  # no ready entry is large enough: the new entry is compiled now
             self.coming = [known for known in self.coming if known[:2] != (devices, sizes)]
             return sizes, None
         if new:
@@ -84,8 +85,8 @@ class ShapeBook:
     def fit(
         self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
     ) -> Sizes:
-        """The sizes of buffers for this number of devices: at least `needs`, each at most its cap (if it has one).
-        `exact` sizes equal `needs` while places are free; only the frame bound never shrinks."""
+        """The sizes of buffers for this number of devices: at least `needs`, each at most its cap (if it has one). With
+        `exact`, sizes equal `needs`, except `frame`, which never shrinks, while more than one entry may be made."""
         usable, places = self._usable(needs, caps, devices), self.places(devices)
         # Drops entries of other settings: a resumed run may have smaller buffers, or another strategy.
         entries = self.entries[devices] = list(usable)
@@ -101,7 +102,7 @@ class ShapeBook:
         self.served[devices] = self.divided[devices] = 0
         if len(entries) < places - 1:
             sizes = dict(needs) if exact else self._fresh(needs, caps, usable)
-        else:  # the last place: sizes without a cap grow to a power of two
+        else:  # the last entry: sizes without a cap grow to a power of two
             names = {name for known in [needs, caps, *usable] for name in known}
             known = [needs, *usable]
             sizes = {name: caps.get(name) or _doubled(max(k.get(name, 0) for k in known)) for name in sorted(names)}
@@ -110,7 +111,7 @@ class ShapeBook:
         return sizes
 
     def found(self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1) -> Sizes | None:
-        """The entry that serves a request; None if `fit` would make a new entry."""
+        """The entry that serves a request; None if `fit` would make an entry."""
         usable, holding = self._usable(needs, caps, devices), self.holding(needs, caps, devices)
         if not holding:
             return None
@@ -130,8 +131,8 @@ class ShapeBook:
         return self.served.get(devices, 0) >= max(3 * SETTLED, self.divided.get(devices, 0) + SETTLED // 2)
 
     def divide(self, devices: int) -> None:
-        """Notes that a request was divided into smaller requests and got no entry. If another such request follows
-        soon, lengths have grown for good, and the other request gets an entry."""
+        """Notes that a request was divided into smaller requests and got no entry. The next such request gets an entry
+        if it follows soon: lengths have then grown for good."""
         self.divided[devices] = self.served.get(devices, 0)
 
     def begin_anew(self) -> None:
@@ -139,17 +140,17 @@ class ShapeBook:
         self.entries, self.served, self.divided, self.coming = {}, {}, {}, []
 
     def columns(self, devices: int, least: int, most: int, rows: int = 0) -> list[int]:
-        """The columns, from `least` to `most` and ascending, of the entries for this number of devices with this number
-        of `rows` (0: entries without a number of rows)."""
+        """The ascending columns, from `least` to `most`, of the entries for this number of devices that have this
+        number of `rows` (0: no number of rows)."""
         entries = [sizes for sizes in self.entries.get(devices, []) if sizes.get(GIVEN, 0) == rows]
         return sorted({c for sizes in entries if least <= (c := sizes[BASE]) <= most})
 
     def full(self, devices: int) -> bool:
-        """Says whether another entry for this number of devices would take the last place."""
+        """Says whether another entry for this number of devices would be the last possible entry."""
         return len(self.entries.get(devices, [])) >= self.places(devices) - 1
 
     def _usable(self, needs: Mapping[str, int], caps: Mapping[str, int], devices: int) -> list[Sizes]:
-        """The entries within the caps. They have a number of rows if, and only if, `needs` has one."""
+        """The entries within the caps, with a number of rows if `needs` has one, else without."""
         kind = [sizes for sizes in self.entries.get(devices, []) if (GIVEN in sizes) == (GIVEN in needs)]
         return [sizes for sizes in kind if all(sizes.get(name, 0) <= cap for name, cap in caps.items())]
 
@@ -205,7 +206,7 @@ def _doubled(need: int) -> int:
 
 
 def round_up(need: int, cap: int = 0) -> int:
-    """The next member of a geometric series (eight an octave, multiples of 8), or `cap` (0: none) if that is less. A
+    """`need` rounded up to a multiple of an eighth of the power of two below it, and of 8; at most `cap` (0: no cap). A
     `need` above `cap` is rounded up without a cap."""
     step = max(1 << max(need.bit_length() - 4, 0), 8)
     size = -(-need // step) * step

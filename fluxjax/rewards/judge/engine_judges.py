@@ -54,7 +54,7 @@ class StreamedJudgeModel:
         self._judge, self._processor = judge, processor
 
     async def ask(self, question: Question) -> Answer:
-        """Asks the judge. Raises `EngineError` if it refuses the question."""
+        """Asks the judge. Raises `EngineError` if the judge refuses the question."""
         ids, ends = question_ids(self._processor, question), tuple(self._processor.eos_ids)
         (answer,) = await self._judge.generate([ids], question.max_tokens, ends)
         return Answer(self._processor.decode(answer), answer[-1] in ends)

@@ -1,4 +1,4 @@
-"""Judges behind HTTP: OpenAI's chat completions, which SGLang and vLLM serve, too, and the native route of a fleet.
+"""Judges behind HTTP: OpenAI's chat completions, which SGLang and vLLM serve, too, and SGLang's native `/generate`.
 
 A question is posted again while the server has trouble and there is time before the deadline.
 """
@@ -73,7 +73,7 @@ class ChatForm:
         content = choice["message"].get("content")
         if content is not None and not isinstance(content, str):
             raise TypeError("content is no text")
-        return Answer(content or "", choice.get("finish_reason") != "length")  # None: no answer, only thoughts
+        return Answer(content or "", choice.get("finish_reason") != "length")  # content None: thoughts, no answer
 
 
 class GenerateForm:
@@ -167,7 +167,7 @@ class JudgeServer:
 
     url: str
     token: str = dataclasses.field(repr=False)
-    form: ChatForm | GenerateForm  # raises errors of values, types or look-ups for a wrong reply
+    form: ChatForm | GenerateForm  # its `answer` raises ValueError, LookupError or TypeError for a wrong reply
     request_seconds: float
     counts: MutableMapping[str, float]
 
@@ -299,7 +299,8 @@ def checked_url(url: str, route: str, token: str, plain_http: bool) -> str:
 
 
 def token_of(variable: str) -> str:
-    """Returns the token in an environment variable; empty without a name. Raises ConfigError if it has no token."""
+    """Returns the token in an environment variable, "" without a name. Raises ConfigError for a variable without a
+    usable token."""
     if not variable:
         return ""
     token = os.environ.get(variable, "").strip()

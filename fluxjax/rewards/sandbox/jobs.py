@@ -1,7 +1,7 @@
 """Jobs, their limits and outcomes, and the protocol of a sandbox; sandboxes whose jobs are processes of this host.
 
-Such a process gets its input, its output is bounded, and it ends in time. `BareSubprocess` protects nothing: it is for
-trusted code.
+`Process` feeds a job its input, bounds its output and ends it in time. `BareSubprocess` protects nothing: use it for
+trusted code only.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class SandboxLimits:
     """The bounds of one job. A job that exceeds a bound is ended, and its outcome says so."""
 
     seconds: float = 10.0  # seconds of wall time
-    cpu: float = 10.0  # seconds of CPU time of each of its processes, rounded up
+    cpu: float = 10.0  # seconds of CPU time of each process, rounded up
     memory: int = 512 * MIB  # bytes: address space of each process, resident memory of all processes together
-    processes: int = 16  # threads count, too
+    processes: int = 16  # processes and threads together
     disk: int = 16 * MIB  # bytes in /tmp, and in /dev/shm
     files: int = 4096  # files in /tmp
     open_files: int = 64  # open files of each process
@@ -99,7 +99,8 @@ class Outcome:
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """Runs untrusted jobs. A service on other machines can implement it, too: it exchanges only data."""
+    """Runs untrusted jobs. A service on other machines can implement this protocol, too: its methods take and return
+    only data."""
 
     python: str  # the interpreter, as jobs name it
 
@@ -122,11 +123,11 @@ class Command:
     limits: SandboxLimits
     descriptors: tuple[int, ...] = ()
     cwd: str | None = None
-    path: str = os.defpath  # PATH, its only variable of the environment
+    path: str = os.defpath  # PATH, the only environment variable of the process
 
 
 class Process:
-    """A process and its descendants. `outcome` waits for it; `end` kills it with a reason for the outcome."""
+    """A process and its descendants. `outcome` waits for the process; `end` kills all with a reason for the outcome."""
 
     def __init__(self, process: asyncio.subprocess.Process, limits: SandboxLimits, began: float) -> None:
         self._process, self._limits, self._began = process, limits, began
@@ -158,7 +159,7 @@ class Process:
             raise
 
     def end(self, reason: str) -> None:
-        """Kills the process; the first reason counts. Does nothing once the process has ended by itself."""
+        """Kills the process and its descendants; the first reason counts. Does nothing once the process has ended."""
         if self._process.returncode is None:
             self._reason = self._reason or reason
             _signal(os.killpg, self._process.pid, signal.SIGSTOP)  # no new processes while they are counted
@@ -226,7 +227,7 @@ async def _converse(asking: Command, answering: Command) -> tuple[Outcome, Outco
     """Runs two processes, the output of each the input of the other; both are ended when the asking process ends."""
     (hear, answer), (listen, ask) = os.pipe(), os.pipe()
     async with contextlib.AsyncExitStack() as stack:
-        with contextlib.ExitStack() as ends:  # closes the ends here: else no process would see an end of file
+        with contextlib.ExitStack() as ends:  # closes this process's copies: else no job would see an end of file
             for end in (hear, answer, listen, ask):
                 ends.callback(os.close, end)
             partner = await Process.start(answering, listen, answer)
@@ -316,8 +317,8 @@ class ProcessSandbox(abc.ABC):
 class BareSubprocess(ProcessSandbox):
     """Runs jobs with the rights of this process: they read and write its files, use its network and may outlive it.
 
-    Time, output and resident memory are bounded; with prlimit also address space, CPU time and file size; the number of
-    processes never is.
+    Time, output and resident memory are bounded; with prlimit also address space, CPU time, file size and open files.
+    The number of processes is not bounded.
     """
 
     def __init__(self, python: str | None = None, slots: int = 8) -> None:
