@@ -30,8 +30,8 @@ class EngineStates:
         return len(self.served)
 
     def route(self, loads: Sequence[float], usable: Sequence[int], avoid: int = -1) -> int:
-        """Returns the engine of `usable` with the smallest load. It is never a lent engine, and the engine `avoid` only if
-        no other engine is left."""
+        """Returns the engine of `usable` with the smallest load. Lent engines are left out. The engine
+        `avoid` is returned only if no other engine is left."""
         if avoid < 0 and not self.lent and len(usable) == len(loads):
             return loads.index(min(loads))  # as the lines below, but much faster with a thousand engines
         choices = [engine for engine in usable if engine not in self.lent]

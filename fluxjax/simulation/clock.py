@@ -1,4 +1,4 @@
-"""Virtual time: a queue of actions, each with its time; actions at equal times are done in the order of adding."""
+"""Virtual time: a queue of actions, each with its time. Actions of equal times are done in the order of adding."""
 
 import heapq
 import math
@@ -13,7 +13,7 @@ class ClockError(RuntimeError):
 
 
 class Clock:
-    """A virtual clock: `now` is in seconds and begins at 0. A run takes only the time that its actions compute."""
+    """A virtual clock: `now` is in seconds and begins at 0. `run` takes only the real time that actions compute."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -40,7 +40,7 @@ class Clock:
             handle[2] = None
 
     def run(self) -> None:
-        """Does all actions, also actions that are added meanwhile."""
+        """Does all actions, and the actions that these add."""
         while self._queue:
             time, _, action = heapq.heappop(self._queue)
             if action is not None:
