@@ -51,7 +51,7 @@ class Batch:
         self._marks: list[tuple[int, int, Sequence]] = []  # heap of (mark, serial, sample), with some stale entries
         self._serial = 0
         self._versions = [(0, version)]  # (first step, version)
-        self._watermark = kv_limit // 100  # tokens left free for running samples when a sample is let in
+        self._watermark = kv_limit // 100  # tokens left for running samples when a sample is let in
 
     def add(self, sequence: Sequence) -> None:
         self._queue.append(sequence)
@@ -118,8 +118,8 @@ class Batch:
         return progress
 
     def horizon(self) -> int:
-        """Returns the number of decode steps until a sample ends or the cache is full. At least one sample must run, and
-        each running sample must have room for a token."""
+        """Returns the decode steps until a sample ends or the cache is full. At least one sample must run, and each
+        running sample must have room for a token."""
         marks = self._marks
         while marks[0][2].mark != marks[0][0]:
             heapq.heappop(marks)
