@@ -19,7 +19,7 @@ class ShadowError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows `start` to `stop` of the tensor that `ticket` names. The data that a ticket names never change."""
+    """Rows `start .. stop - 1` of the tensor that `ticket` names. The data that a ticket names never change."""
 
     ticket: str
     start: int

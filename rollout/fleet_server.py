@@ -45,9 +45,9 @@ class ServerStatus:
     seat: int
     up: bool
     version: int  # version of the weights that it was proven to have; -1: none
-    running: int  # samples that run, by its own report
+    running: int  # samples that run, by the server's own report
     waiting: int
-    tokens_per_second: float  # by its own report
+    tokens_per_second: float  # by the server's own report
     restarts: int
     tokens: int  # tokens that came from the server
     reason: str  # reason of its last loss

@@ -4,7 +4,7 @@ A command line may not change a field that is not read because of another settin
 can prepare more than one choice, as `configs/vlm.py` does for several policies; `remarks` names the fields that are not
 read. `NEEDS` lists only choices of behaviour: nobody must be told that `warm_start.lr` does nothing in 0 steps.
 
-This module imports nothing heavy, so that `--help` and a typo answer at once.
+This module imports nothing heavy, so that `--help` and errors are printed at once.
 """
 
 import ast
@@ -69,7 +69,7 @@ def _weighted(config: Config) -> bool:
 
 
 def _clipped(config: Config) -> bool:
-    """Returns True if the policy can differ from the policy that it is clipped around."""
+    """Returns True if the trained policy can differ from the policy around which ratios are clipped."""
     return not config.algorithm.importance.decoupled or config.algorithm.updates > 1
 
 
@@ -248,7 +248,7 @@ def read_file(selected: str, kind: type[C] = Config) -> C:
 
 
 def _explain(error: AttributeError, kind: type[Config]) -> str:
-    match = re.match(r"'(\w+)' object has no attribute '(\w+)'", str(error))  # Python 3.13 says more
+    match = re.match(r"'(\w+)' object has no attribute '(\w+)'", str(error))  # Python 3.13 adds words
     known = vars(sys.modules[Config.__module__]) | vars(sys.modules[kind.__module__])
     section = known.get(match[1]) if match else None
     if not match or not dataclasses.is_dataclass(section):

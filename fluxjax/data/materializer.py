@@ -89,7 +89,7 @@ class Materializer:
     def _data(self, shadow: ShadowTensor) -> np.ndarray:
         with self._lock:
             task = self._tasks.get(id(shadow))
-            while task is not None and task.future is None:  # read before its fetch has begun
+            while task is not None and task.future is None:  # the shadow is read before its fetch has begun
                 self._unread = 0
                 self._begin()
             if task is not None:

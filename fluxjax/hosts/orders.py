@@ -2,8 +2,8 @@
 Orders carry decisions, and the responses that a process trains on; never a prompt's media, and never a batch.
 
 An order is msgpack: a dict with the protocol's version, the order's name and its fields. The responses of a step come
-last, in the bytes that were written when they arrived (`base.scored`): process 0 only decides which process gets which
-response.
+last, in the bytes that were written when a response arrived (`base.scored`): process 0 only decides which process gets
+which response.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OrderError(ValueError):
 
 @typing.dataclass_transform(frozen_default=True)
 class Order:
-    """The base of orders and answers. Each is a frozen dataclass; its `name` is its class's name in lower case."""
+    """The base of orders and answers. A subclass is a frozen dataclass; `name` is the class's name in lower case."""
 
     name: ClassVar[str]
 
@@ -167,7 +167,7 @@ def _array(read: dict[str, Any]) -> Any:
 # A group is sent as a list of values, which is short, without the inputs of the prompt; the responses follow the order.
 # If the receiver needs a group only to place tokens of other groups, only the group's sizes are sent.
 
-Told: TypeAlias = tuple[dict[str, Any], list[bytes]]  # the rows of a minibatch, and the responses in them
+Told: TypeAlias = tuple[dict[str, Any], list[bytes]]  # the rows of a minibatch, and the responses of the rows
 Inputs: TypeAlias = Callable[[Mapping[int, MediaTold]], Mapping[int, PromptInput]]
 
 
@@ -277,7 +277,7 @@ def _told_sizes(group: TrainGroup) -> tuple[int, Sequence[Sequence[int]], Sequen
     """Returns the arguments of `_sizes`: the tokens of the prompt; the runs of `ModelInput.shown` as their first
     tokens, first features and lengths; the patches of each frame pair; the number of tokens of each response."""
     where, which = group.inputs.shown
-    begins = np.flatnonzero((np.diff(where, prepend=-2) != 1) | (np.diff(which, prepend=-2) != 1))  # runs begin
+    begins = np.flatnonzero((np.diff(where, prepend=-2) != 1) | (np.diff(which, prepend=-2) != 1))  # where runs begin
     counts = np.diff(np.append(begins, len(where)))
     runs = [values.tolist() for values in (where[begins], which[begins], counts)]
     return len(group.inputs), runs, np.diff(group.inputs.frame_edges).tolist(), group.item.responses

@@ -22,9 +22,9 @@ from ..config import AlgorithmConfig, Config, ImportanceConfig, ImportanceLevel,
 from .gradients import Gradients
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]  # one-dimensional arrays, by name
-# (responses, one number a response by name) -> one number a response by name
+# (responses, {name: one number a response}) -> {name: one number a response}
 OfResponses: TypeAlias = Callable[[Sequence[Key], Arrays], Arrays]
-# (responses, the tokens of each, one number a token by name) -> one number a token by name
+# (responses, number of tokens of each response, {name: one number a token}) -> {name: one number a token}
 OfTokens: TypeAlias = Callable[[Sequence[Key], np.ndarray, Arrays], Arrays]
 
 

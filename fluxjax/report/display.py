@@ -30,7 +30,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SECONDS = 5.0
 _PLAIN_HOSTS_SECONDS = 60.0
 _NAMES = ("process", "host", "server", "preprocessor")  # columns whose texts stand on the left
-MOST = 16  # most processes that are shown; of more processes, the slowest
+MOST = 16  # most processes that are shown: the slowest
 _BUSY = "rewards/busy/"
 _NOTABLE = 0.5  # least share of busy slots at which a kind of reward is shown
 
@@ -186,7 +186,7 @@ class Display:
 
 
 def data_words(metrics: Mapping[str, float]) -> str:
-    """Says how long a step waited for pixels, and how many it decoded and fetched; empty without pixels."""
+    """Says how long a step waited for pixels, how fast it decoded, and how much it fetched; empty without pixels."""
     waited, frames = metrics.get("data/waited", 0.0), metrics.get("data/decoded_frames_per_second", 0.0)
     size = metrics.get("data/fetched_mb", 0.0)
     words = [f"waits {waited:.2f} s"] if size or waited else []

@@ -50,9 +50,9 @@ _Score = Callable[[Prompt, str], Awaitable[Reward]]
 def settled(
     config: Config, sizes: DecoderConfig, processor: Processor, gang: Team, note: Callable[[str], None] | None
 ) -> Config:
-    """Returns a copy of the configuration that refuses changes. The number of engines is chosen for this process's
-    devices, and `sharding.remat=auto` by the pre-flight's memory check. `note` gets the progress of the check; None:
-    no check. Raises `ConfigError` if there are too few devices, or if the run does not fit into their memory."""
+    """Returns a copy of the configuration that refuses changes. The devices of this process settle `rollout.engines=0`;
+    the pre-flight's memory check settles `sharding.remat=auto`. `note` gets the progress of the check; None: no check.
+    Raises `ConfigError` if there are too few devices, or if the run does not fit into their memory."""
     config = copy.deepcopy(config)
     if note is not None:
         config.sharding.remat = settled_remat(config, sizes, run_mesh(config), processor.media_token_ids, note)
@@ -126,8 +126,8 @@ def assemble(
 def settled_remat(
     config: Config, model: DecoderConfig, mesh: Mesh, never_sampled: tuple[int, ...], progress: Callable[[str], None]
 ) -> Remat:
-    """Returns the rematerialisation to train with: as configured, or for `auto` the first that fits into memory (`none`
-    if memory is not known or not checked, else `layer` under odc).
+    """Returns the rematerialisation to train with: as configured, or for `auto` the first that fits into memory. If
+    memory is not known or not checked, `auto` is `none`; else, under odc, `auto` is `layer`.
 
     If a device's memory is known (on GPUs, or by `sharding.device_memory_gib`), the run's largest programs are
     compiled, except under odc; a compilation cache keeps them for the run. Raises ConfigError, in the pre-flight's

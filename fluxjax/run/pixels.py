@@ -46,7 +46,7 @@ class Pixels:
         the preprocessors can't be started."""
         self._note, self._metrics = note, DataMetrics()
         self._began: float | None = None  # when the run began to ask for prompts
-        self._first_batch: float | None = None  # seconds from `_began` to the first fetch; None after `metrics`
+        self._first_batch: float | None = None  # seconds from `begin` to the end of the first fetch
         self._open = contextlib.ExitStack()
         data = config.data
         self.store: FlightStore | LocalStore
@@ -61,7 +61,7 @@ class Pixels:
             near = NearPixels(self.store, int(data.near_gib * GIB))
             self._open.callback(near.close)
             self.fetch = near.fetch
-        # Process 0 draws prompts for all processes, and their engines take prompts in turn.
+        # Process 0 draws prompts for all processes, and the engines of all processes take prompts in turn.
         self.proxy = ProxyMedia(self.store, MediaIndex(), near, among=gang.processes)
         materializer = Materializer(self.fetch, AHEAD, self._fetched)
         self.materializer = self._open.enter_context(contextlib.closing(materializer))
@@ -161,8 +161,8 @@ class DataMetrics:
     def since_last(
         self, moved: Materialized, stats: StoreStats, known: float, preprocessors: Sequence[PreprocessorStatus]
     ) -> dict[str, float]:
-        """Returns the metrics since the last call, by their names in `metrics.jsonl`. `moved` and `stats` are totals of
-        this process. `known` is when `stats` were read, by `time.perf_counter`; the rate of frames stays until newer
+        """Returns the metrics since the last call, by their names in `metrics.jsonl`. `moved` and `stats` are totals.
+        `known` is when `stats` were read, by `time.perf_counter`; the rate of frames stays until newer
         stats are read."""
         moved_before, stats_before, self._moved, self._stats = self._moved, self._stats, moved, stats
         size, fetching = moved.bytes - moved_before.bytes, moved.fetching - moved_before.fetching

@@ -100,8 +100,8 @@ class MediaSettings:
 
     def glance(self, kind: str, source: Source, *, count: bool = False) -> tuple[Medium, bool]:
         """Returns (the medium, whether the medium is certain). A medium is uncertain if the number of frames comes from
-        a video's header. With `count`, or if the header shows no usable medium, all packets are read, without decoding
-        them. Raises MediaError if the file can't be used."""
+        a video's header. With `count`, or if the header shows no usable medium, all packets of a video are read,
+        without decoding. Raises MediaError if the file can't be used."""
         facts = self.facts(kind, source, count=count)
         found = self.medium_by(kind, source_name(source), facts)
         return found or (self.medium_of(kind, source_name(source), self.facts(kind, source, count=True)), True)

@@ -59,7 +59,7 @@ def load_tokenizer(folder: pathlib.Path, settings: JsonObject) -> Tokenizer:
 
 
 def named_tokens(settings: JsonObject) -> dict[str, str]:
-    """The special tokens that have a name, such as `bos_token`. The files have them as texts or as dictionaries."""
+    """The special tokens that have a name, such as `bos_token`. The files have texts or dictionaries for them."""
     entries = ((name, entry.get("content") if isinstance(entry, dict) else entry) for name, entry in settings.items())
     return {name: token for name, token in entries if name.endswith("_token") and token and isinstance(token, str)}
 

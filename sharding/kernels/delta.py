@@ -170,7 +170,7 @@ def _states(
     corrections: Array, reads: Array, writes: Array, decay: Array, start: Array, carry: tuple[Array, Array]
 ) -> tuple[Array, Array, tuple[Array, Array]]:
     """The recurrence from chunk to chunk. The argument `corrections` `[n, ..., C, J]` holds for chunks that begin with
-    S = 0. `reads @ S` is subtracted from it; then `writes^T @ corrections` is added to `decay * S`.
+    S = 0. `reads @ S` is subtracted from `corrections`; then `writes^T @ corrections` is added to `decay * S`.
 
     Returns (the state S with which each chunk begins, corrections, carry).
     """

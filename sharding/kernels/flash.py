@@ -66,10 +66,10 @@ def visits_of(
 
 
 def tiling_of(kernel: str, dtype: Any, head: int, capability: int) -> Tiling:
-    """The sizes of a kernel's tiles of queries and keys: the largest for which ptxas spills no registers, except below.
+    """The sizes of a kernel's tiles of queries and keys: the largest tiles that ptxas fits into registers.
 
     Only the settings of bfloat16 heads of 128 on Hopper were timed on a GPU (`benchmarks/results/gpu_h100.json`).
-    There, `key_gradients` is a fifth quicker with tiles that spill some registers.
+    An exception is `key_gradients` there, which is a fifth quicker with tiles that spill some registers.
 
     Tensor cores of Hopper and of data centres' Blackwell read from shared memory, which leaves more registers free.
     These GPUs also have more shared memory: 227 KiB, while other GPUs have 99 KiB at least.

@@ -45,7 +45,7 @@ class Wire:
         return cls(end, end.makefile("rb"), threading.Lock())
 
     def write(self, message: Message, *data: bytes) -> None:
-        """Sends a message, then `data`; the message's field `bytes` must be the length of all `data`.
+        """Sends a message, then `data`, whose total length must be the message's field `bytes`.
 
         Sending copies no data.
         """
@@ -112,7 +112,7 @@ class Wires:
         threading.Thread(target=self._beat, name="link-heartbeat", daemon=True).start()
 
     def send(self, process: int, message: Message, *data: bytes) -> None:
-        """Sends a message to a peer. Never raises: if the peer is gone, `gone` reports it after its last message."""
+        """Sends a message to a peer. Never raises: `gone` reports a lost peer, after the peer's last message."""
         try:
             self._wires[process].write(message, *data)
         except TimeoutError:  # the peer's buffers were full for the whole time-out, and the message is incomplete

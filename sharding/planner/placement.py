@@ -6,7 +6,8 @@ that the two halves can share the other sequences within these limits. All seque
 always exists. Few sequences are dealt by trying all ways (left, right, both). Many are dealt by differencing
 (Karmarkar-Karp, in two resources at once) down to 11 differences, for which all ways are tried.
 
-Then a local search follows: two groups at a time deal their sequences anew, exactly, so that fewer are sharded.
+Then a local search follows: two groups at a time deal up to `FREE` sequences anew, by trying all ways, so that fewer
+sequences are sharded.
 """
 
 import functools
