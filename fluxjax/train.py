@@ -27,6 +27,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # Ctrl-C kills until the run handles signals: a KeyboardInterrupt in JAX's imports may be lost in a callback.
+    # Ctrl-C ends the process until the run handles signals: JAX's imports may lose a KeyboardInterrupt in a callback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Models in Flax NNX behind one small interface. Importing this package is light; JAX loads with the first call.
+"""Models in Flax NNX behind one small interface. Importing this package is light: JAX loads at the first use of a name.
 
 model = models.load(path)                       # a local Hugging Face checkpoint folder
 model = models.create(config, seed)             # random weights; `models.abstract(config)` has shapes only

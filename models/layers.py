@@ -1,7 +1,7 @@
 """The parts that every architecture here is built of. Each weight is declared once, next to its use.
 
 `stack=L` creates L layers as one module, whose weights have a leading layer axis.
-Norms, softmax, exact GELU and rotary embeddings compute in float32; everything else in the dtype of the weights.
+Norms, the exact GELU and rotary embeddings compute in float32, everything else here in the dtype of the weights.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ zeros = nnx.initializers.zeros_init()
 
 @runtime_checkable
 class DrawnOnHost(Protocol):
-    """Random initial values. JAX code calls it; `on_host` samples the same distribution without compiling."""
+    """Random initial values: a call samples them in JAX, `on_host` from the same distribution without compiling."""
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array: ...
 
@@ -49,7 +49,7 @@ class Normal:
 
 @dataclasses.dataclass(frozen=True)
 class Between:
-    """Initial values that are uniform in [low, high]."""
+    """Initial values that are uniform in [low, high)."""
 
     low: float
     high: float
@@ -138,7 +138,7 @@ class PlainMLP(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table of one row a token id: the input embedding, and the output head (tied or its own)."""
+    """A table of one row a token id: the input embedding, and the output head (tied or separate)."""
 
     def __init__(self, vocab: int, width: int, std: float, rngs: nnx.Rngs) -> None:
         self.table = weight(rngs, WeightSpec((vocab, width), ("V", "D"), Normal(std)))
@@ -151,8 +151,8 @@ class Embedding(nnx.Module):
 def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """The exact GELU, `x` times the standard normal distribution up to `x`, computed by `erf` as PyTorch does.
 
-    Inside a `shard_map` that checks replication, JAX 0.12 refuses `erfc`, which `jax.nn.gelu` uses. It refuses JAX's
-    derivative of `erf` there, too, so that the derivative is written out.
+    Inside a `shard_map` that checks replication, JAX 0.12 refuses `erfc`, which `jax.nn.gelu` uses. It also refuses
+    JAX's derivative of `erf` there, so that this derivative is written out.
     """
     wide = x.astype(jnp.float32)
     return (wide * _normal_cdf(wide)).astype(x.dtype)
@@ -176,8 +176,8 @@ FEW_ROWS = 48  # most rows for which a CPU multiplies faster with the weight as 
 def project(x: Array, matrix: nnx.Variable) -> Array:
     """Multiplies the last axes of `x` by the input axes of a weight (`WeightSpec.inputs`), and sums over them.
 
-    It is one product of two matrices. If several axes of rows are left apart, XLA on CPUs transposes the activations
-    anew for each weight's gradient, which took half as long as the products.
+    All rows are joined to one axis, for one product of two matrices. With several axes of rows, XLA on CPUs would
+    transpose the activations for each weight's gradient, which took half as long as the products.
     """
     spec: WeightSpec = matrix.get_metadata("spec")
     weights, rows = matrix[...], x.shape[: x.ndim - spec.inputs]
@@ -190,8 +190,8 @@ def project(x: Array, matrix: nnx.Variable) -> Array:
 
 
 def kept_in_loop(rotary: tuple[Array, Array], x: Array) -> tuple[Array, Array]:
-    """The angles as a value of the loop over layers, whose hidden states are `x`. On GPUs, JAX would take the broadcast
-    of the angles to all heads out of the loop, and layers would read it from memory."""
+    """The angles (cosine, sine), tied to the hidden states `x` of the loop over layers. Without this, JAX on GPUs would
+    take the broadcast of the angles to all heads out of the loop, and layers would read the broadcast from memory."""
     if not target().is_gpu:
         return rotary
     return jax.lax.optimization_barrier((rotary, jax.lax.stop_gradient(x[:1, :1, :1])))[0]
@@ -241,7 +241,7 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, flo
 def _yarn_ramp(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """The share by which each pair of the head is interpolated, `[H/2]` float32: 0 for fast pairs, 1 for slow ones.
 
-    The ramp is float32 as in transformers: near 1, its rounding changes what remains of a fast pair's frequency.
+    The ramp is float32 as in transformers: near 1, rounding changes `1 - ramp`, the share that is not interpolated.
     """
 
     def turning_point(rotations: float) -> float:
@@ -258,7 +258,7 @@ def _yarn_ramp(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
-    """The factor on cosine and sine: `attention_factor`, or derived from `factor` and two scales as in transformers."""
+    """The factor on cosine and sine: `attention_factor`, or as transformers derives it from `factor` and `mscale`s."""
     if rope.attention_factor is not None:
         return rope.attention_factor
 

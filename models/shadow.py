@@ -19,7 +19,7 @@ class ShadowError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows `start` to `stop` of the tensor that `ticket` names. The data that a ticket names never change."""
+    """Rows `start .. stop - 1` of the tensor that `ticket` names. The data that a ticket names never change."""
 
     ticket: str
     start: int
@@ -34,16 +34,16 @@ Fetch: TypeAlias = Callable[[Sequence[Rows]], Sequence[np.ndarray]]
 
 
 class ShadowTensor:
-    """Shape, dtype and provenance of an array: the pieces that lie along its first axis, patches or frames.
+    """The shape and dtype of an array, and the `pieces` along its first axis (patches or frames) that make its data.
 
-    It is sliced along that axis, cut into equal shards, and concatenated with others and with numpy's arrays by
-    `np.concatenate`. In a pytree it is a leaf. Every other use of its data raises ShadowError.
+    A shadow can be sliced along that axis, cut into equal shards, and concatenated with shadows and numpy's arrays by
+    `np.concatenate`. In a pytree, a shadow is a leaf. Every other use of its data raises ShadowError.
     """
 
     __slots__ = ("dtype", "pieces", "shape")
 
     def __init__(self, pieces: Sequence[Piece], row_shape: Sequence[int], dtype: np.dtype) -> None:
-        """Joins these pieces, each row of which has the shape `row_shape`, to a tensor."""
+        """Joins these pieces to a tensor whose rows have the shape `row_shape`."""
         self.pieces = tuple(_joined(pieces))
         self.shape = (sum(map(len, self.pieces)), *row_shape)
         self.dtype = np.dtype(dtype)
@@ -66,7 +66,7 @@ class ShadowTensor:
         return self.shape[0]
 
     def __getitem__(self, rows: slice) -> ShadowTensor:
-        """The tensor of neighbouring rows. Raises ShadowError for any index but such a slice."""
+        """The tensor of neighbouring rows. Raises ShadowError for an index that is no slice of step 1."""
         if not isinstance(rows, slice):
             self._refuse(f"[{rows!r}] was asked for, and only rows from one to another can be told without it")
         start, stop, step = rows.indices(len(self))
@@ -98,7 +98,7 @@ class ShadowTensor:
         return tuple(piece for piece in self.pieces if isinstance(piece, Rows))
 
     def materialize(self, fetch: Fetch) -> np.ndarray:
-        """The data; calls `fetch(elsewhere)` once. Raises ShadowError for fetched arrays of other shapes or dtypes."""
+        """The data; calls `fetch(elsewhere)` once. Raises ShadowError if `fetch` returns another shape or dtype."""
         wanted = self.elsewhere
         fetched = fetch(wanted)
         for rows, data in zip(wanted, fetched, strict=True):
@@ -130,7 +130,7 @@ class ShadowTensor:
         raise ShadowError(f"{what}, but it is elsewhere: {names}; a materializer fetches it")
 
     def __eq__(self, other: object) -> bool:
-        """Says whether both have the same shape and dtype and name the same rows to fetch."""
+        """Says whether two shadows have the same shape and dtype, and the same rows to fetch."""
         if not isinstance(other, ShadowTensor):
             return NotImplemented
         return (self.shape, self.dtype, self.elsewhere) == (other.shape, other.dtype, other.elsewhere)

@@ -1,4 +1,4 @@
-"""A request of a fleet: it runs on a server, and continues on another server if that one is lost."""
+"""A request of a fleet: the request runs on a server, and continues on another server if the first is lost."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .sglang import SampleReply, ServerError
 
 
 class FleetJob:
-    """A request under way, and the tokens that each sample has so far. It belongs to the fleet's thread. When a sample
-    has ended, `put` gets all its tokens in one chunk."""
+    """A request under way, and the tokens that each sample has so far. Its methods run in the fleet's thread, except
+    `_body`. When a sample has ended, `put` gets the sample's tokens behind the prefix in one chunk."""
 
     def __init__(
         self, fleet: FleetState, seat: Seat, request: GenerateRequest, put: Callable[[TokenChunk], None]
     ) -> None:
         self._fleet, self._seat, self._request, self._put = fleet, seat, request, put
         self._begun = list(request.prefix_ids or ((),) * request.n)  # token ids of the prefixes
-        self._came = [SampleReply("") for _ in range(request.n)]  # tokens behind the prefixes, all of them certain
+        self._came = [SampleReply("") for _ in range(request.n)]  # certain tokens behind the prefixes
         self.open = set(range(request.n))
         self._aborted: set[int] = set()
         self._running: Attempt | None = None
@@ -36,7 +36,7 @@ class FleetJob:
         self.lost: collections.Counter[str] = collections.Counter()  # lost attempts, by the names of their servers
 
     async def run(self) -> None:
-        """Generates until all samples have ended. Raises EngineError."""
+        """Generates until all samples have ended. Raises EngineError, or the error that ended the fleet."""
         while self._settle():
             server = await self._choose_server()
             if server is None:  # a sample was aborted while there was no server
@@ -45,7 +45,7 @@ class FleetJob:
                 await self._attempt(server)
             except ServerError as error:
                 server.suspect()
-                if not server.leaving:  # a server that leaves loses its attempts
+                if not server.leaving:  # a loss at a server that leaves does not count
                     self.lost[server.name] += 1
                 if (lost := self.lost.total()) >= self._fleet.options.attempts:
                     raise EngineError(f"request {self._request.rid!r} was lost {lost} times: {error}") from error
@@ -89,7 +89,8 @@ class FleetJob:
 
     async def _choose_server(self) -> Server | None:
         """The server that lost the request least often; among equals a server of the seat, then the least loaded. Waits
-        until a server is usable; None if a sample is aborted meanwhile."""
+        until a server is usable; None if a sample is aborted meanwhile. Raises EngineError after `start_seconds` in
+        which the seat was awake, not paused, and without a server."""
         seat, patience = self._seat, self._fleet.options.start_seconds
         deadline = time.monotonic() + patience
         while True:
@@ -144,12 +145,12 @@ class FleetJob:
     async def _collect(self, attempt: Attempt) -> None:
         fleet, server, replies = self._fleet, attempt.server, attempt.replies
         body = await asyncio.to_thread(self._body, {sample: reply.rid for sample, reply in replies.items()})
-        if self._aborted & self.open:  # while the body was written
+        if self._aborted & self.open:  # a sample was aborted while the body was written
             return
         self._running, attempt.heard = attempt, time.monotonic()
         sample_of = {reply.rid: sample for sample, reply in replies.items()}
         version = -1 if server.holds is None else server.holds.version
-        least = max(server.served, default=-1)  # an older version is not from this attempt
+        least = max(server.served, default=-1)  # tokens of an older version are not from this attempt
 
         def accepted() -> None:
             self.accepted = True
@@ -167,12 +168,12 @@ class FleetJob:
                 self._keep(sample, reply)
                 if finish is not FinishReason.ABORT or sample in self._aborted:
                     self._end(sample, finish)
-        if self.open & replies.keys():  # no call of `abort` ended them
+        if self.open & replies.keys():  # samples that the server ended without a call of `abort`
             raise ServerError(f"{server!r} aborted {len(self.open)} samples, which nobody asked for")
 
     def _body(self, rids: Mapping[int, str]) -> wire.Json:
-        """The body for a server, whose samples have the ids `rids` there; it has the pixels if the server can't fetch
-        them. For another thread, since patches are many bytes. Raises EngineError if `fetch` fails."""
+        """The body for a server that knows the samples by the ids `rids`; with pixels, if the fleet has a `fetch`. Runs
+        in another thread than the fleet's, since patches are many bytes. Raises EngineError if `fetch` fails."""
         fleet, request = self._fleet, self._request
         request = dataclasses.replace(request, prefix_ids=tuple(map(self._ids, range(request.n))))
         vision = request.prompt.vision

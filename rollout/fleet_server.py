@@ -1,4 +1,4 @@
-"""A server of a fleet: the fleet starts it, watches it, starts it again, and brings it to the weights of its seat."""
+"""A server of a fleet: the fleet starts, watches and restarts the server, and brings it to the weights of its seat."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class FleetOptions:
     start_seconds: float = 600.0  # seconds that a server may take to start, or to come back
     look_every: float = 1.0  # seconds between two looks at a server
     attempts: int = 4  # lost attempts after which a request fails
-    token: str = ""  # the token that servers beyond this host ask for
-    together: bool = False  # a seat that resumes generates only when servers have all of its requests
+    token: str = ""  # the token that the fleet sends to its servers; empty: none
+    together: bool = False  # a resumed seat generates only when servers have all requests of the seat
     interval: int = 16  # least tokens between two events; a lost server loses tokens since the last event
 
 
@@ -45,11 +45,11 @@ class ServerStatus:
     seat: int
     up: bool
     version: int  # version of the weights that it was proven to have; -1: none
-    running: int  # samples that run, by its own report
+    running: int  # samples that run, by the server's own report
     waiting: int
-    tokens_per_second: float  # by its own report
+    tokens_per_second: float  # by the server's own report
     restarts: int
-    tokens: int  # tokens that came from it
+    tokens: int  # tokens that came from the server
     reason: str  # reason of its last loss
     asleep: bool = False
 
@@ -59,17 +59,17 @@ class Seat:
     """The orders to the present and later servers of an engine, and the counts of its requests."""
 
     number: int
-    wanted: Published | None = None  # the weights that its servers are to have
+    wanted: Published | None = None  # the weights that the seat's servers are to have
     paused: bool = False
     asleep: bool = False
-    tokens: int = 0  # tokens that its requests got
+    tokens: int = 0  # tokens that the seat's requests got
     preemptions: int = 0
 
 
 @dataclasses.dataclass(eq=False)
 class FleetState:
-    """The state that the parts of a fleet share: servers, and news of servers and seats. All of it belongs to one
-    thread."""
+    """The state that the parts of a fleet share: servers, and news of servers and seats. Only the fleet's thread may
+    change it."""
 
     config: DecoderConfig
     limits: EngineLimits  # bounds of the requests of a server
@@ -121,32 +121,32 @@ class FleetState:
 
 
 class Server:
-    """One server: its seat, its process and its state. It belongs to the fleet's thread. A *life* of
-    the server lasts from a start to a loss."""
+    """One server: its seat, its process and its state. Only the fleet's thread may change it. A *life* of the server
+    lasts from a start to a loss."""
 
     def __init__(
         self, fleet: FleetState, name: str, seat: Seat, client: ServerClient, process: LocalServer | None
     ) -> None:
         self._fleet, self.name, self.seat, self.client, self.process = fleet, name, seat, client, process
         self.up = False
-        self.asleep = False  # it has neither weights nor cache
-        self.waits = False  # it starts when its seat wakes
-        self.holds: Published | None = None  # the weights that it was proven to have
-        self.served: set[int] = set()  # versions that it served since it came up
+        self.asleep = False  # the server has neither weights nor cache
+        self.waits = False  # the server starts when its seat wakes
+        self.holds: Published | None = None  # the weights that the server was proven to have
+        self.served: set[int] = set()  # versions of weights that the server has had in this life
         self.down = asyncio.Event()  # set when this life ends
         self.suspected = asyncio.Event()  # set: the watch looks at the server now
         self.doubts = 0  # calls of `suspect`
-        self.cleared = 0  # doubts that its last good answer has cleared
+        self.cleared = 0  # doubts that the last good answer has cleared
         self.trouble = ""  # reason why this life must end
         self.reason = ""  # reason why the last life ended
         self.leaving = False
         self.attempts: set[Attempt] = set()
         self.open = 0  # samples of the attempts
         self.restarts = 0
-        self.tokens = 0  # tokens that came from it
+        self.tokens = 0  # tokens that came from the server
         self.load: dict[str, float] = {}
-        self.lock = asyncio.Lock()  # held while its weights change
-        self.busy: collections.deque[tuple[float, float]] = collections.deque(maxlen=4096)  # times when samples ran
+        self.lock = asyncio.Lock()  # held while the server's weights or orders change
+        self.busy: collections.deque[tuple[float, float]] = collections.deque(maxlen=4096)  # spans in which samples ran
         self._busy_since = 0.0
 
     def __repr__(self) -> str:
@@ -225,7 +225,7 @@ class Server:
                 await asyncio.to_thread(self.process.stop)
 
     async def _lives(self) -> None:
-        trouble = 0  # failed starts in a row, and the loss before them
+        trouble = 0  # failed starts in a row, plus the loss before
         while not self.leaving:
             await self._rest()
             began = time.monotonic()
@@ -235,7 +235,7 @@ class Server:
                 await self._watch()
             except EngineError as error:
                 self.reason = str(error)
-                if isinstance(error, UnfitRelease) and self.process is not None:  # it would start the same release
+                if isinstance(error, UnfitRelease) and self.process is not None:  # the same release would start again
                     self._fleet.fail(error)
             except Exception as error:
                 self._fleet.fail(error)
@@ -257,7 +257,7 @@ class Server:
                     await asyncio.wait_for(self.suspected.wait(), wait)
 
     async def _rest(self) -> None:
-        """Returns when the server may start. A sleeping seat may have lent its memory."""
+        """Returns when the server may start. A sleeping seat may have lent the memory of its devices."""
         while self.process is not None and self.seat.asleep and not self.leaving:
             if not self.waits:
                 self.waits = True
@@ -310,7 +310,7 @@ class Server:
             self._check_process()
             if self.trouble:
                 raise ServerError(self.trouble)
-            changing = self.lock.locked()  # its weights or orders: it may be silent meanwhile
+            changing = self.lock.locked()  # weights or orders change: the server may be silent meanwhile
             try:
                 if not changing:
                     await self._look()
@@ -327,8 +327,8 @@ class Server:
                               f"{self.process.last_words()}")  # fmt: skip
 
     async def _look(self) -> None:
-        """Has the server answer. If there are doubts, it must also show its weights, since somebody else may have
-        restarted it."""
+        """Has the server answer. If there are doubts, the answer must also name the right weights, since somebody else
+        may have restarted the server."""
         doubts, holds, patience = self.doubts, self.holds, self._fleet.options.patience
         self.load = await self.client.load(patience)
         if doubts > self.cleared:
@@ -338,9 +338,9 @@ class Server:
             self.cleared = doubts
 
     def _check_silence(self, excused: bool) -> None:
-        """Raises ServerError if an attempt got no token for too long: for `start_seconds` if the server runs samples
-        (first tokens may take long), else for 3 `patience` (it may read hundreds of requests before it counts them).
-        Time does not count if `excused`, or while samples wait there."""
+        """Raises ServerError if an attempt got no token for too long: for `start_seconds` if the server runs samples,
+        because first tokens may take long; else for three times `patience`, because a server may read hundreds of
+        requests before it counts them. Time does not count if `excused`, or while samples wait at the server."""
         options = self._fleet.options
         most = options.start_seconds if self.load.get("running") else 3 * options.patience
         excused = excused or bool(self.load.get("waiting"))
@@ -383,7 +383,7 @@ class Server:
                     try:
                         await self._update(wanted)
                     except Exception:
-                        if seat.wanted is wanted:  # else the folder of `wanted` may be gone
+                        if seat.wanted is wanted:  # else newer weights may have removed the folder of `wanted`
                             raise
                     continue
                 paused = seat.paused
@@ -408,8 +408,8 @@ class Server:
         self.holds = wanted
 
     async def _sleep(self) -> None:
-        """Has the server give memory back when its aborted samples have ended. Raises ServerError if they take too
-        long."""
+        """Has the server give memory back when its samples have ended. Raises ServerError if samples still run after
+        `patience` seconds."""
         if self.asleep:
             return
         patience = self._fleet.options.patience
@@ -421,7 +421,7 @@ class Server:
             if time.monotonic() > deadline:
                 raise ServerError(f"{self!r} can't sleep: after {patience:g} s, samples are still running there")
             await asyncio.sleep(0.05)
-        self.holds = None  # SGLang keeps no copy: its weights after waking are arbitrary
+        self.holds = None  # SGLang keeps no copy: after waking, weights are arbitrary
         await self.client.sleep()
         self.asleep = True
 
@@ -432,11 +432,11 @@ class Attempt:
 
     server: Server
     replies: Mapping[int, SampleReply]
-    heard: float = math.inf  # last time that tokens came, or were not due; infinite until it is sent
+    heard: float = math.inf  # last time that tokens came, or were not due; infinite before the attempt is sent
     came: int = 0  # tokens that had come at `heard`
 
     def silence(self, excused: bool) -> float:
-        """The seconds since the first call that saw the latest token; none pass while the attempt is `excused`."""
+        """The seconds since a call first saw the latest token, or since the last `excused` call."""
         came = sum(len(reply.ids) for reply in self.replies.values())
         if excused or came != self.came:
             self.heard, self.came = time.monotonic(), came

@@ -7,10 +7,10 @@ paper starts from (equation 3). A group's response with the highest reward is ch
 reward is rejected (the first of several equals); a group of equal rewards has no pair. The responses are sampled from
 the current policy, as in online DPO (Guo et al., OAIF, arXiv:2402.04792), with the reward in the judge's role.
 
-The gradient is `-beta sigmoid(-z) (grad log policy(chosen) - grad log policy(rejected))`, z = beta times the difference
-(equation 8). A forward pass before each optimizer step computes z. Then a token's loss needs only the token's own
-microbatch; the pair's other response may lie in another. The loss does not correct for the policy that generated the
-responses, nor for their age.
+The gradient is `-beta sigmoid(-z) (grad log policy(chosen) - grad log policy(rejected))` (equation 8), with
+z = beta (d(chosen) - d(rejected)). A forward pass before each optimizer step computes z. So a microbatch can hold one
+response of a pair without the other response. The loss does not correct for the policy that generated the responses,
+nor for their age.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,10 +44,10 @@ class DPO(RLAlgorithm):
     def couple(
         self, groups: Sequence[Group], log_ratios: Mapping[Key, float], cfg: AlgorithmConfig
     ) -> tuple[Mapping[Key, float], Mapping[str, float]]:
-        """Returns the loss's derivatives by response, and its metrics: `loss`, as in the head of this file;
-        `dpo/pairs`, the number of pairs. If there are pairs, it adds `dpo/accuracy`, the share of pairs whose chosen
-        response has the higher implicit reward `beta d` (section 5.1), and means over pairs: `dpo/chosen` and
-        `dpo/rejected`, the implicit rewards, and `dpo/margin`, their difference."""
+        """Returns the loss's derivative by the log-ratio of each response, and metrics: `loss`, as in the head of this
+        file, and `dpo/pairs`, the number of pairs. If there are pairs, `dpo/accuracy` is the share of pairs whose
+        chosen response has the higher implicit reward `beta d` (section 5.1). `dpo/chosen` and `dpo/rejected` are the
+        mean implicit rewards, and `dpo/margin` is the difference of these means."""
         pairs = [pair for group in groups if (pair := _pair(group)) is not None]
         metrics = {"loss": 0.0, "dpo/pairs": float(len(pairs))}
         if not pairs:
@@ -71,8 +71,8 @@ class DPO(RLAlgorithm):
     def token_loss(
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
     ) -> LossAndMetrics:
-        """Returns the value 0, with the gradient of the loss in the head of this file; `couple` returns that loss's
-        value. Metric: `reference_kl`, the estimate of KL(policy || reference) in nats."""
+        """Returns the value 0, with the gradient of the loss in the head of this file; `couple` returns the value of
+        that loss. The metric `reference_kl` is the estimate of KL(policy || reference) in nats."""
         trained_BT = batch.loss_weights_BT != 0.0
         change_BT = masked(logprobs_BT - jax.lax.stop_gradient(logprobs_BT), trained_BT)  # 0, with a gradient
         behind_BT = masked(batch.reference_logprobs_BT - logprobs_BT, trained_BT)
@@ -84,6 +84,6 @@ class DPO(RLAlgorithm):
 
 
 def _pair(group: Group) -> tuple[Key, Key] | None:
-    """Returns the chosen and the rejected response of a group with advantages; None if it has no pair."""
+    """Returns the keys of the chosen and the rejected response of a group with advantages; None without a pair."""
     keys = {s.advantage: (s.response.draw, s.response.sample) for s in group.samples}
     return (keys[1.0], keys[-1.0]) if 1.0 in keys and -1.0 in keys else None

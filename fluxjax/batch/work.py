@@ -20,11 +20,11 @@ VERL_LINEAR = 24576.0  # verl's work of a token, in the unit in which attention 
 
 
 def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | None) -> Estimate:
-    """Returns a function that estimates the work of sequences, to compare them: in seconds with `sharding.calibration`,
-    else in FLOPs; if the decoder's sizes `text` are missing, by verl's formula.
+    """Returns a function that estimates the work of sequences: in seconds if `sharding.calibration` is set, else in
+    FLOPs. Without a calibration and without the decoder's sizes `text`, the function computes verl's formula.
 
-    Its argument `squares` is twice the (query, key) pairs of attention; media count for each sequence that shows them.
-    Raises ConfigError for a calibration that can't be read.
+    The function's argument `squares` is twice the number of (query, key) pairs of attention. A medium's patches count
+    for each sequence that shows the medium. Raises ConfigError for a calibration that can't be read.
     """
     if config.sharding.calibration:
         try:
@@ -50,14 +50,14 @@ def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | Non
 
 def forward_seconds(cost: CostModel, tokens: Numbers, squares: Numbers) -> np.ndarray:
     """Returns the seconds of a forward pass over each sequence, without its media."""
-    # Attention over a shared prompt is not quadratic in the length: the model gets the length of an unshared sequence
-    # with equal work.
+    # Attention over a shared prompt is not quadratic in the length: the cost model gets the length of an unshared
+    # sequence with equal work.
     return np.asarray(cost.attention_seconds(np.sqrt(squares)) + cost.linear_seconds(np.array(tokens, float)))
 
 
 def calibrated(config: Config, text: TextConfig | None, vision: VisionConfig | None = None) -> CostModel:
-    """Returns the cost model in the file `sharding.calibration`, for a model of these sizes (None: the file's model).
-    Raises CostError for a file that can't be read."""
+    """Returns the cost model in the file `sharding.calibration`, for a model of these sizes. If `text` is None, the
+    sizes are those in the file. Raises CostError for a file that can't be read."""
     cost = _load(config.sharding.calibration)
     return cost if text is None else cost.of(model_sizes(config, text, vision))
 
@@ -99,7 +99,7 @@ def model_sizes(config: Config, text: TextConfig, vision: VisionConfig | None = 
 
 
 def _other_flops(text: TextConfig) -> float:
-    """Returns the FLOPs of a token in layers of Gated DeltaNet and in the gates of attention: linear in the length."""
+    """Returns the FLOPs of a token in the layers of Gated DeltaNet and in the gates of attention layers."""
     if (heads := text.delta) is None:
         return 0.0
     gates = len(text.attention_layers) * text.hidden_size * text.num_heads * text.head_dim
@@ -112,7 +112,7 @@ def _state_flops(text: TextConfig) -> float:
     """Returns the FLOPs of a token in the states of all layers with Gated DeltaNet."""
     if (heads := text.delta) is None:
         return 0.0
-    # A token's state is read twice and written once; within a chunk, a token meets half of its chunk's others.
+    # A token reads its state twice and writes it once, and meets half of the other tokens of its chunk.
     state = heads.value_heads * (3 * heads.key_size * heads.value_size + CHUNK * (heads.key_size + heads.value_size))
     return 2.0 * len(text.delta_layers) * state
 

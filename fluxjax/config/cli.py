@@ -1,11 +1,10 @@
 """Reads a command line into a `Config`: `--config=FILE[:variant]` and `--config.section.field=value`.
 
-A setting that would do nothing (a changed field that is not read because of another setting) is a mistake on the
-command line, and refused. A configuration file may prepare more than one choice, as `configs/vlm.py` does for several
-policies; `remarks` then names the file's settings that are not read. `NEEDS` lists only choices of behaviour: nobody
-must be told that `warm_start.lr` does nothing in 0 steps.
+A command line may not change a field that is not read because of another setting. A configuration file may, because it
+can prepare more than one choice, as `configs/vlm.py` does for several policies; `remarks` names the fields that are not
+read. `NEEDS` lists only choices of behaviour: nobody must be told that `warm_start.lr` does nothing in 0 steps.
 
-This module imports nothing heavy, so that `--help` and a typo answer at once.
+This module imports nothing heavy, so that `--help` and errors are printed at once.
 """
 
 import ast
@@ -26,8 +25,8 @@ from .help import help_text
 
 
 class Need(NamedTuple):
-    """`fields`, with blanks between them, or all fields of a section, are read only if `setting` is `wanted`. If there
-    is a `rule`, it decides, and `wanted` is only shown to users."""
+    """A condition: `fields` are read only if `setting` is `wanted`. `fields` are names of fields or sections, with
+    blanks between the names. If there is a `rule`, the rule decides, and `wanted` is only shown to users."""
 
     fields: str
     setting: str
@@ -59,18 +58,18 @@ def _text(value: object) -> str:
 
 
 def _corrected(config: Config) -> bool:
-    """Returns True if tokens are weighted by proximal / behaviour, beside the clipped ratio."""
+    """Returns True if a token's loss has an importance weight in addition to the clipped ratio."""
     importance = config.algorithm.importance
     return importance.decoupled or importance.kind is not Importance.NONE
 
 
 def _weighted(config: Config) -> bool:
-    """Returns True if tokens have importance weights or decay."""
+    """Returns True if tokens have importance weights, or weights that decay with age."""
     return _corrected(config) or config.algorithm.importance.decay < 1
 
 
 def _clipped(config: Config) -> bool:
-    """Returns True if the policy can differ from the policy that it is clipped around."""
+    """Returns True if the trained policy can differ from the policy around which ratios are clipped."""
     return not config.algorithm.importance.decoupled or config.algorithm.updates > 1
 
 
@@ -91,7 +90,7 @@ NEEDS = (
     Need(f"{_CLIPS} algorithm.loss_aggregation algorithm.importance", _ALGORITHM, "another", _of_tokens),
     Need(_ENTROPY, _ALGORITHM, "another", lambda config: config.algorithm.label not in ("dpo", "distillation")),
     Need("data.near_gib", "data.preprocessors", "above 0"),
-    Need("servers weights.route weights.agents", "rollout.engine", "serve or sglang"),  # jax can read weights.folder
+    Need("servers weights.route weights.agents", "rollout.engine", "serve or sglang"),  # jax reads weights.folder
     Need("rollout.steps_per_sync", "rollout.engine", "jax"),
     Need("weights.folder weights.agents", "weights.route", "auto or orbax"),
     Need("algorithm.importance.bounds", _KIND, "truncate or mask"),
@@ -99,7 +98,7 @@ NEEDS = (
     Need("algorithm.importance.normalize", _KIND, "truncate or mask", _weighted),
     Need("algorithm.importance.decay", "policy.name", "april or adaptive_async (or replay.share above 0)", _stale),
     Need("replay.max_age", "replay.share", "above 0"),
-    Need("model.tiny", "model.path", "empty"),  # else the architecture is the checkpoint's
+    Need("model.tiny", "model.path", "empty"),  # a checkpoint has its own architecture
     Need("model.tiny.window_size model.tiny.vision_full_attention_layers", "model.tiny.architecture", "qwen2_5_vl"),
     Need("algorithm.normalize_std", _ALGORITHM, "grpo, dr_grpo, dapo, gspo or cispo"),
     Need("algorithm.dual_clip", _ALGORITHM, "another", lambda config: config.algorithm.label not in ("gspo", "cispo")),
@@ -213,7 +212,7 @@ def load(argv: Sequence[str], kind: type[C] = Config, default: str = DEFAULT_CON
         else:
             overrides.append((name.removeprefix("config."), value))
     config = read_file(selected, kind)
-    # Choices are set first: then their fields exist, and given settings overrule the algorithm's own.
+    # Choices are set first, so that their fields exist, and given settings overrule settings of the algorithm.
     for field, value in sorted(overrides, key=lambda override: override[0] not in _CHOICES):
         override(config, field, value)
     expand_home(config)
@@ -249,7 +248,7 @@ def read_file(selected: str, kind: type[C] = Config) -> C:
 
 
 def _explain(error: AttributeError, kind: type[Config]) -> str:
-    match = re.match(r"'(\w+)' object has no attribute '(\w+)'", str(error))  # Python 3.13 says more
+    match = re.match(r"'(\w+)' object has no attribute '(\w+)'", str(error))  # Python 3.13 adds words
     known = vars(sys.modules[Config.__module__]) | vars(sys.modules[kind.__module__])
     section = known.get(match[1]) if match else None
     if not match or not dataclasses.is_dataclass(section):
@@ -264,7 +263,7 @@ def override(config: Config, field: str, text: str) -> None:
     """Sets a dotted field from text, as the type that the field has. Raises `ConfigError` for an unknown field, with
     the nearest name, and for a text that is no value of the field."""
     holder: Section | Mapping[str, Any] = config
-    metadata: Mapping[str, Any] = {}  # metadata of the field that `holder` is
+    metadata: Mapping[str, Any] = {}  # metadata of the field whose value is `holder`
     *sections, name = field.split(".")
     for number, part in enumerate(sections):
         inner = _child(config, holder, metadata, ".".join(sections[:number]), part, field)
@@ -338,7 +337,8 @@ def every_field(config: Config) -> list[str]:
 
 
 def read_value(text: str, current: Any, metadata: Mapping[str, Any]) -> Any:
-    """Reads a value of the type that `current` has. Raises KeyError, ValueError or SyntaxError for another text."""
+    """Returns the value in `text`, of the type of `current`; None if `current` is a section. Raises KeyError,
+    ValueError or SyntaxError for a text that is no value of this type."""
     if kinds := metadata.get("choices"):
         return current if type(current) is kinds[text] else kinds[text]()
     if "schedule" in metadata:
@@ -365,7 +365,7 @@ _KINDS = {bool: "true or false", int: "an integer", float: "a number", tuple: "a
 
 
 def _kind(current: object, metadata: Mapping[str, Any]) -> str:
-    """Returns in words the values that a field may have."""
+    """Returns a description of the values that a field may have."""
     names = list(metadata.get("choices", {}))
     if isinstance(current, enum.Enum):
         names = [member.value for member in type(current)]

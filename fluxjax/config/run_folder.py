@@ -19,8 +19,8 @@ from .bounds import Chosen, Section, children, flatten, lies_in
 
 log = logging.getLogger(__name__)
 CONFIG = "config.json"
-CHOICE = "choice"  # the key of a choice's name
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of network file systems
+CHOICE = "choice"  # the key in `config.json` of a choice's name
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of file systems without locks
 
 
 def named(config: Config) -> pathlib.Path:
@@ -30,9 +30,8 @@ def named(config: Config) -> pathlib.Path:
 
 
 def create(config: Config) -> tuple[pathlib.Path, contextlib.ExitStack]:
-    """Returns the run's folder, made if missing, and its lock. A new folder gets the configuration; a folder with a run
-    keeps its configuration until the run goes on. Raises `ConfigError` if the folder is in use, or cannot be
-    written."""
+    """Returns the run's folder, made if missing, and the folder's lock. Writes the configuration if the folder has no
+    configuration. Raises `ConfigError` if the folder is in use, or cannot be written."""
     folder = named(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,8 +53,8 @@ def lock(folder: pathlib.Path) -> contextlib.ExitStack:
 
 
 def lock_file(file: str | os.PathLike[str], *, wait: bool = True) -> contextlib.ExitStack:
-    """Locks `file` for this process until the returned stack is closed or the process ends, however it ends; processes
-    that it forks do not hold the lock. A file system without locks is a warning.
+    """Locks `file` for this process until the returned stack is closed or the process ends in any way. Forked children
+    do not hold the lock. On a file system without locks, nothing is locked, and the log has a warning.
 
     Raises `filelock.Timeout` if another process holds the lock and `wait` is False, other OSErrors if the file cannot
     be written.
@@ -71,7 +70,7 @@ def lock_file(file: str | os.PathLike[str], *, wait: bool = True) -> contextlib.
 
 
 def changes(config: Config, folder: pathlib.Path) -> list[str]:
-    """Returns, for each setting that differs in the folder's configuration, `name: BEFORE -> NOW`."""
+    """Returns `name: BEFORE -> NOW` for each setting that differs from the configuration in the folder."""
     try:
         before = dict(flatten(json.loads((folder / CONFIG).read_bytes())))
     except (OSError, ValueError, TypeError) as error:
@@ -83,12 +82,12 @@ def changes(config: Config, folder: pathlib.Path) -> list[str]:
 
 
 def write(config: Config, folder: pathlib.Path) -> None:
-    """Replaces the folder's configuration in one step: a kill or a full disk leaves the old one."""
+    """Replaces the folder's configuration; a kill or a full disk leaves the old configuration."""
     replace_text(folder / CONFIG, json.dumps(to_json(config), indent=2) + "\n")
 
 
 def read_config(folder: pathlib.Path) -> Config:
-    """Returns the configuration of an existing run. Raises `ConfigError` if the folder holds none."""
+    """Returns the configuration of an existing run. Raises `ConfigError` if the folder has no valid configuration."""
     file = folder / CONFIG
     if not file.is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no {CONFIG}")
@@ -101,8 +100,8 @@ def read_config(folder: pathlib.Path) -> Config:
 
 
 def to_json(config: Config) -> dict[str, object]:
-    """Returns the configuration as plain values, which `json` can write; an algorithm that is an object is written as
-    its label; the sizes of the tiny model are left out if the model is a checkpoint."""
+    """Returns the configuration as plain values, which `json` can write. An algorithm that is an object is written as a
+    label. The sizes of the tiny model are left out if the model is a checkpoint."""
     values = cast(dict[str, Any], _plain(config))
     if config.model.path:
         del values["model"]["tiny"]
@@ -118,8 +117,8 @@ def _plain(value: object) -> object:
 
 
 def from_json(values: Mapping[str, Any]) -> Config:
-    """Returns the configuration from the result of `to_json`. Raises `ConfigError` for fields, choices
-    and values that this version lacks."""
+    """Returns the configuration from the result of `to_json`. Raises `ConfigError` for fields, choices and values that
+    this version of fluxjax lacks."""
     config = Config()
     _fill(config, values, "")
     return config
@@ -157,7 +156,7 @@ def _fill(section: Section, values: Mapping[str, Any], prefix: str) -> None:
 
 
 def replace_text(file: pathlib.Path, text: str) -> None:
-    """Writes `text` beside `file` and renames it in one step. If it raises `OSError`, `file` is as it was."""
+    """Writes `text` to a temporary file, and renames that file to `file`. After an `OSError`, `file` is unchanged."""
     temporary = file.with_name(f"{file.name}.tmp")
     temporary.write_text(text)
     os.replace(temporary, file)

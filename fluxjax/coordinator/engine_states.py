@@ -1,7 +1,7 @@
-"""The coordinator's books about rollout engines: the weights that each serves, its remaining work, its devices.
+"""The coordinator's books about rollout engines: the weights, the remaining work and the devices of each engine.
 
-`Pace` is the speed at which responses grow and groups are trained on, learnt from the times of events (`Tick`). Without
-such times, the pace is unknown. Old measurements count less and less, so that the pace may change during a run.
+`Pace` is the speed at which responses grow and groups are trained on, learnt from the times in `Tick` events. Without
+these times, the pace is unknown. Old measurements count less and less, so that the pace may change during a run.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,27 +13,27 @@ from .messages import Request
 
 
 class EngineStates:
-    """The engines' weights and loads. Policies read it and ask for a route; only the `Coordinator` writes."""
+    """The engines' weights and loads. Policies read them and call `route`; only the `Coordinator` changes them."""
 
     def __init__(self, engines: int, degree: int = 1, kv_tokens: int = 0) -> None:
         self.degree = degree  # devices of each engine
         self.kv_tokens = kv_tokens  # tokens that each engine's cache holds; 0: unknown
-        self.served = [-1] * engines  # weight version of each engine
+        self.served = [-1] * engines  # weight version of each engine; -1: none yet
         self.oldest = self.newest = -1  # the oldest and newest version of `served`
         self.load = [0.0] * engines  # predicted tokens that each engine has yet to generate
         self.running = [0] * engines  # responses that run on each engine
-        self.lent: set[int] = set()  # engines whose devices training uses, or will use once they are idle
-        # By request id: its engine, and by sample the predicted remaining tokens of each running response.
+        self.lent: set[int] = set()  # engines whose devices training uses, or will use once the engine is idle
+        # request id -> (engine, {sample: predicted remaining tokens}) of the responses that run
         self._open: dict[str, tuple[int, dict[int, float]]] = {}
 
     def __len__(self) -> int:
         return len(self.served)
 
     def route(self, loads: Sequence[float], usable: Sequence[int], avoid: int = -1) -> int:
-        """Returns the engine of `usable` with the smallest load, but no lent engine, and `avoid` only if it is the only
-        choice."""
+        """Returns the engine of `usable` with the smallest load. Lent engines are left out. The engine
+        `avoid` is returned only if no other engine is left."""
         if avoid < 0 and not self.lent and len(usable) == len(loads):
-            return loads.index(min(loads))  # the result of the lines below, but much faster with a thousand engines
+            return loads.index(min(loads))  # as the lines below, but much faster with a thousand engines
         choices = [engine for engine in usable if engine not in self.lent]
         preferred = [engine for engine in choices if engine != avoid]
         return min(preferred or choices, key=lambda engine: (loads[engine], engine))
@@ -53,14 +53,14 @@ class EngineStates:
             self.running[request.engine] += len(left)
 
     def end_sample(self, request: str, sample: int) -> bool:
-        """Notes the end of a request's sample. Returns whether the sample was still running."""
+        """Notes the end of a request's sample. Returns True if the sample was still running."""
         engine, left = self._open.get(request, (0, {}))
         if sample not in left:
             return False
         self.load[engine] -= left.pop(sample)
         self.running[engine] -= 1
         if not self.running[engine]:
-            self.load[engine] = 0.0  # removes rounding errors, which depend on the order of ends and would decide a tie
+            self.load[engine] = 0.0  # rounding errors depend on the order of ends, and would decide a tie
         if not left:
             del self._open[request]
         return True
@@ -90,8 +90,8 @@ class _Rate:
 
 
 class Pace:
-    """Measures the pace of responses and of training. Policies read it; only the `Coordinator` writes. Checkpoints omit
-    it: a resumed run may be on another machine."""
+    """Measures the pace of responses and of training. Policies read the pace; only the `Coordinator` changes it.
+    Checkpoints omit the pace, because a resumed run may be on another machine."""
 
     def __init__(self) -> None:
         self.growth = 0.0  # tokens a second of one response, including its wait for a slot; 0: unknown
@@ -129,16 +129,16 @@ class Pace:
 
 
 def trained_tokens(groups: Iterable[Group]) -> int:
-    """Counts the tokens that the trainer computes: a group's prompt once, and its responses."""
+    """Returns the number of tokens that the trainer computes: the prompt of each group once, and all responses."""
     return sum(g.prompt.tokens + sum(sample.response.num_tokens for sample in g.samples) for g in groups)
 
 
 class ParallelismPlanner:
-    """Chooses the number of devices of an engine, again for each step (Flexes, section 4.2).
+    """Chooses for each step the number of devices of an engine (Flexes, section 4.2).
 
-    An engine whose cache is full takes pages from running responses and computes them again later: a preemption. More
-    devices in an engine leave more room beside the weights, but mean fewer engines and more communication. So a sudden
-    rise of preemptions doubles the degree, and several steps without preemptions halve it.
+    An engine whose cache is full takes pages from running responses, and computes the pages again later: a preemption.
+    More devices in an engine leave more room beside the weights, but mean fewer engines and more communication. So a
+    sudden rise of preemptions doubles the degree, and several steps without preemptions halve the degree.
 
     `degree` is the number of devices that an engine should have now: a power of two within `[least, most]`.
 
@@ -154,15 +154,12 @@ class ParallelismPlanner:
         self.most = 1 << (min(self.max_degree, devices or self.max_degree).bit_length() - 1)
         self.least = min(settings.min_degree, self.most)
         self.degree = self._within(start or settings.degree)
-        self._before: int | None = None  # preemptions of the last step
-        self._calm = 0  # steps without preemptions, since the last step with some or the last change
+        self._before: int | None = None  # preemptions of the last step; None: no step yet
+        self._calm = 0  # steps since the last preemption or the last halving
 
     def next(self, preemptions: int) -> int:
         """Returns the degree for the next step, after a step with `preemptions` preemptions in all engines together.
-
-        The degree doubles if preemptions exceed `rise` times the preemptions of the step before; the first step never
-        doubles it. `calm` steps without preemptions halve the degree.
-        """
+        The first step never doubles the degree."""
         if preemptions < 0:
             raise ValueError(f"a step can't have {preemptions} preemptions")
         before, self._before = self._before, preemptions

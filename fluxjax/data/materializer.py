@@ -35,12 +35,12 @@ class Materialized:
 
 
 class Materializer:
-    """Fetches the pixels of expected batches in the order of their use; at most `ahead` fetched batches wait to be
+    """Fetches the pixels of expected batches in the order of their use. At most `ahead` fetched batches wait to be
     read, so that a slow trainer does not fill the memory with pixels.
 
-    `fetch` is called from the materializer's thread; for an unexpected shadow, from the thread that reads it. `note`
-    gets each fetch's start and end on `time.perf_counter`, and its bytes. `read` raises the errors of `fetch`; a
-    MediaError becomes a DataError that names the file.
+    The materializer's thread calls `fetch`; for an unexpected shadow, the thread that reads the shadow calls it. `note`
+    gets the start and the end of each fetch, by `time.perf_counter`, and the number of bytes. `read` raises the errors
+    of `fetch`; a MediaError becomes a DataError that names the file.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Materializer:
     ) -> None:
         self._fetch, self._ahead, self._note = fetch, ahead, note
         self._lock = threading.Lock()
-        self._tasks: dict[int, _Task] = {}  # the task of each expected shadow, by its `id`
+        self._tasks: dict[int, _Task] = {}  # the task of each expected shadow, by the `id` of the shadow
         self._coming: collections.deque[list[_Task]] = collections.deque()  # tasks not yet begun, by batch
-        self._unread = 0  # begun batches that are unread
+        self._unread = 0  # batches whose fetch has begun, and that nobody has read
         self.totals = Materialized()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="materialize")
 
     def expect(self, batches: Iterable[object]) -> None:
-        """Says that these batches will be read, in this order. An expected batch keeps its position."""
+        """Announces that these batches will be read, in this order. A batch announced before keeps its position."""
         with self._lock:
             for batch in batches:
                 fresh = [_Task(shadow) for shadow in shadows_of(batch) if id(shadow) not in self._tasks]
@@ -69,7 +69,7 @@ class Materializer:
         return jax.tree.map(lambda leaf: self._data(leaf) if isinstance(leaf, ShadowTensor) else leaf, tree)
 
     def forget(self, batches: Iterable[object]) -> None:
-        """Says that these batches will not be read again: their pixels are dropped, or not fetched."""
+        """Announces that these batches will not be read again: their pixels are dropped, or not fetched."""
         with self._lock:
             for batch in batches:
                 for shadow in shadows_of(batch):
@@ -89,7 +89,7 @@ class Materializer:
     def _data(self, shadow: ShadowTensor) -> np.ndarray:
         with self._lock:
             task = self._tasks.get(id(shadow))
-            while task is not None and task.future is None:  # read before its fetch has begun
+            while task is not None and task.future is None:  # the shadow is read before its fetch has begun
                 self._unread = 0
                 self._begin()
             if task is not None:
@@ -112,7 +112,7 @@ class Materializer:
             self._unread += 1
 
     def _seen(self, task: _Task) -> None:
-        """Notes the first read of a task's batch: another batch may be fetched. The caller holds the lock."""
+        """Notes that a task's batch was read or forgotten: another batch may be fetched. The caller holds the lock."""
         if task.batch is not None:
             self._unread = max(self._unread - 1, 0)
             for sibling in task.batch:
@@ -135,7 +135,8 @@ class Materializer:
 
 
 class _Task:
-    """The fetch of one shadow's pixels. `batch` are all tasks of its begun batch; None once any of them was read."""
+    """The fetch of one shadow's pixels. `batch` has all tasks of its batch, from the begin of the fetch to the first
+    read; else None."""
 
     def __init__(self, shadow: ShadowTensor) -> None:
         self.shadow = shadow

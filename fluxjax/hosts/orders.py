@@ -1,9 +1,9 @@
-"""The orders of process 0 to the other processes, their answers, and the encoding of both: typed, versioned, compact.
-They carry decisions, and the responses that a process trains on; never a prompt's media, and never a batch.
+"""The orders of process 0 to the other processes, the answers of those processes, and the encoding of all messages.
+Orders carry decisions, and the responses that a process trains on; never a prompt's media, and never a batch.
 
 An order is msgpack: a dict with the protocol's version, the order's name and its fields. The responses of a step come
-last, in the bytes that were written when they arrived (`base.scored`): process 0 only decides which process gets which
-response.
+last, in the bytes that were written when a response arrived (`base.scored`): process 0 only decides which process gets
+which response.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..batch.share import Outline, Piece, Share, TrainGroup
 
 PROTOCOL = 11
 MediaTold: TypeAlias = Sequence[tuple[str, str]] | None  # (ticket, place) of each medium; None: the receiver decodes
-PlaceOf: TypeAlias = Callable[[str], str]  # ticket -> the preprocessor that holds its medium
+PlaceOf: TypeAlias = Callable[[str], str]  # ticket -> place: the preprocessor that holds the medium
 UNKNOWN_PLACE = ""
 
 
@@ -40,7 +40,7 @@ class OrderError(ValueError):
 
 @typing.dataclass_transform(frozen_default=True)
 class Order:
-    """The base of orders and answers. Each is a frozen dataclass; its `name` is its class's name in lower case."""
+    """The base of orders and answers. A subclass is a frozen dataclass; `name` is the class's name in lower case."""
 
     name: ClassVar[str]
 
@@ -50,8 +50,8 @@ class Order:
 
 
 class Start(Order):
-    """A run begins. Its folder is on a file system that all hosts share. The `token` gives access to the engines of its
-    processes; `config` is its configuration, as in its folder."""
+    """A run begins. The folder `run_dir` is on a file system that all hosts share. The `token` gives access to the
+    engines of all processes. `config` is the configuration in the folder."""
 
     run_dir: str
     token: str
@@ -73,9 +73,9 @@ class Coming(Order):
 
 
 class Learn(Order):
-    """Lay out `minibatches` of the `number`-th training step of the run, and make its optimizer steps; without
-    `update`, keep the gradients for them. `size`: see `PolicyTrainer.follow`. `told` makes `minibatches` and
-    `responses`; a decoded order has all responses in one bytes object."""
+    """Lay out `minibatches` of the `number`-th training step of the run. With `update`, make the optimizer steps; else
+    keep the gradients. `size`: see `PolicyTrainer.follow`. `told` makes `minibatches` and `responses`; a decoded order
+    has all responses in one bytes object."""
 
     number: int
     minibatches: Sequence[Mapping[str, Any]]
@@ -85,7 +85,7 @@ class Learn(Order):
 
 
 class Gather(Order):
-    """Take part in bringing the weights together in process 0: the model's, or its adapters."""
+    """Take part in bringing the weights of the model together in process 0, or only the `adapters`."""
 
     adapters: bool = False
 
@@ -104,11 +104,11 @@ class Restore(Order):
 
 
 class End(Order):
-    """The run is over: wait for what is being written, and end."""
+    """The run is over: wait for files that are being written, and end."""
 
 
 class Value(Order):
-    """A process's part of a common decision (`Team.decided`), sent to process 0 or from it: numbers, texts, lists,
+    """A process's part of a common decision (`Team.decided`), sent to or from process 0: numbers, texts, lists,
     dictionaries, arrays of one dimension."""
 
     value: Any
@@ -132,8 +132,8 @@ def encode(order: Order) -> list[bytes]:
 
 
 def decode(data: bytes) -> Order:
-    """Returns the order in these bytes. Raises OrderError for bytes that `encode` did not make, or that another version
-    of this program made."""
+    """Returns the order in these bytes. Raises OrderError for bytes that `encode` did not make, or that a program with
+    another `PROTOCOL` made."""
     try:
         unpacker = msgpack.Unpacker(
             io.BytesIO(data), object_hook=_array, max_buffer_size=len(data), unicode_errors="surrogateescape"
@@ -164,16 +164,16 @@ def _array(read: dict[str, Any]) -> Any:
 
 
 # --- rows ---------------------------------------------------------------------------------------
-# A group is sent as a list of values, because there may be thousands, and without its prompt's inputs; its responses
-# follow the order. If the receiver needs a group only to place tokens of other groups, only the group's sizes are sent.
+# A group is sent as a list of values, which is short, without the inputs of the prompt; the responses follow the order.
+# If the receiver needs a group only to place tokens of other groups, only the group's sizes are sent.
 
-Told: TypeAlias = tuple[dict[str, Any], list[bytes]]  # the rows of a minibatch, and the responses in them
+Told: TypeAlias = tuple[dict[str, Any], list[bytes]]  # the rows of a minibatch, and the responses of the rows
 Inputs: TypeAlias = Callable[[Mapping[int, MediaTold]], Mapping[int, PromptInput]]
 
 
 def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told:
-    """Returns a share as it is sent: without its prompts' inputs, which the receiving process prepares by their draws.
-    If a media store holds a prompt's pixels, the tickets and places of its media are sent."""
+    """Returns a share as it is sent: without the inputs of prompts, which the receiver prepares from draws. If a media
+    store holds a prompt's pixels, the tickets and places of the prompt's media are sent."""
     used: dict[int, list[int]] = {}  # responses by item
     for piece in chain.from_iterable(outline.pieces for outline in share.micros):
         used.setdefault(piece.item, []).extend(piece.responses)
@@ -197,9 +197,9 @@ def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told
 
 
 def shares_of(order: Learn, inputs: Inputs) -> list[Share]:
-    """Returns this process's share of each minibatch of an order. `inputs` returns the inputs of prompts, by draw, from
-    the (ticket, place) pairs of their media. Raises OrderError for a prompt that `inputs` does not return, and for
-    malformed rows."""
+    """Returns this process's share of each minibatch of an order. `inputs` gets the (ticket, place) pairs of the media
+    of each draw, and returns the inputs of each draw's prompt. Raises OrderError for a draw that `inputs` does not
+    return, and for malformed rows."""
     data, at = b"".join(order.responses), 0
     shares: list[Share] = []
     try:
@@ -216,7 +216,7 @@ def shares_of(order: Learn, inputs: Inputs) -> list[Share]:
 
 
 def _share_of(rows: Mapping[str, Any], data: bytes, at: int, inputs: Inputs) -> tuple[Share, int]:
-    """Returns the share whose responses begin at byte `at`, and where they end."""
+    """Returns the share whose responses begin at byte `at`, and the byte behind them."""
     groups = dict(zip(rows["items"], rows["groups"], strict=True))
     needed = {item: group for item, group in groups.items() if isinstance(group[2], bytes)}
     media = {
@@ -240,7 +240,7 @@ def _share_of(rows: Mapping[str, Any], data: bytes, at: int, inputs: Inputs) -> 
 def _columns(
     draw: int, advantages_G: np.ndarray, responses: Sequence[int], data: bytes, at: int
 ) -> tuple[Columns, int]:
-    """Returns the columns of the group whose `responses` begin at byte `at`, and where they end."""
+    """Returns the columns of the group whose `responses` begin at byte `at`, and the byte behind them."""
     data_G, numbers_G3 = [b""] * len(advantages_G), np.zeros((len(advantages_G), 3), np.int64)
     for k in responses:
         head = head_of(data, at)
@@ -251,7 +251,7 @@ def _columns(
 
 
 def _told_outline(outline: Outline) -> tuple[Any, ...]:
-    """Returns the arguments of `_outline`: no plan if there are no shards."""
+    """Returns the arguments of `_outline`, without a plan if there are no shards."""
     plan = outline.plan if outline.shards else None
     planned = None if plan is None else (plan.num_devices, plan.lengths, plan.degrees, plan.firsts)
     pieces = [[[piece[:2] for piece in row] for row in shard] for shard in outline.shards]
@@ -275,9 +275,9 @@ def _outline(
 
 def _told_sizes(group: TrainGroup) -> tuple[int, Sequence[Sequence[int]], Sequence[int], Sequence[int]]:
     """Returns the arguments of `_sizes`: the tokens of the prompt; the runs of `ModelInput.shown` as their first
-    tokens, first features and lengths; the patches of each frame pair; the tokens of each response."""
+    tokens, first features and lengths; the patches of each frame pair; the number of tokens of each response."""
     where, which = group.inputs.shown
-    begins = np.flatnonzero((np.diff(where, prepend=-2) != 1) | (np.diff(which, prepend=-2) != 1))  # runs begin
+    begins = np.flatnonzero((np.diff(where, prepend=-2) != 1) | (np.diff(which, prepend=-2) != 1))  # where runs begin
     counts = np.diff(np.append(begins, len(where)))
     runs = [values.tolist() for values in (where[begins], which[begins], counts)]
     return len(group.inputs), runs, np.diff(group.inputs.frame_edges).tolist(), group.item.responses

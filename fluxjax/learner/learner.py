@@ -1,7 +1,7 @@
 """The learner: owns parameters and optimizer state on the mesh and turns microbatches into optimizer steps.
 
-Two compiled programs make a step: `Gradients` adds a microbatch's gradients to those of the step, `apply` clips,
-updates and reports. Nothing is fetched until the end of the step, and then one small array.
+Two compiled programs make an optimizer step: one of `Gradients` adds a microbatch's gradients to those of the step,
+`apply` clips, updates and reports. The host fetches one small array, at the end of the step.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Learner:
     """Trains `model` with an algorithm's `token_loss`.
 
     `params` are never overwritten in place: an engine or a checkpoint may hold on to them through later steps. The
-    optimizer's moments are overwritten. `version` counts the training steps since the last `reset`. An abstract model
-    makes an abstract learner, which allocates nothing: its programs can be compiled (`lowered`), but not run.
+    optimizer's moments are overwritten. `version` counts the training steps of the present phase (`reset`). An abstract
+    model makes an abstract learner, which allocates nothing: its programs can be compiled (`lowered`), but not run.
     """
 
     gradients_kind: type[Gradients] = Gradients
@@ -56,7 +56,7 @@ class Learner:
     params: Params
     opt_state: Any
     version: int
-    idle: float | None = None  # seconds that a device waited for other devices in the last step; None: not measured
+    idle: float | None = None  # mean seconds that a device waited for others in the last step; None: not measured
 
     def __init__(
         self,
@@ -178,14 +178,14 @@ class Learner:
         return programs | {"update": self._apply.lower(self.trained(self.params), grads, self.opt_state, tally)}
 
     def step(self, microbatches: Sequence[Microbatch], *, last: bool = True) -> dict[str, float]:
-        """Makes one optimizer step over the sum of the microbatches' losses. Blocks until it is done. After the `last`
-        optimizer step, the training step counts as a version.
+        """Makes one optimizer step over the sum of the microbatches' losses, and blocks until it is done. The `last`
+        optimizer step of a training step raises `version` by 1.
 
         Metrics: `loss`; `lr`; `grad_norm` before clipping; `trained_tokens`; the means of the algorithm's metrics over
         trained tokens; for tokens that an engine generated, `importance_metrics`; for tokens that the present weights
         generated, the mean and maximum absolute difference between the engine's log-probs and the trainer's before the
-        update. Gradients that are not finite change nothing and set `skipped_nonfinite` to 1. `seconds/idle`, if work
-        is predicted: how long a device waited for the last device, on average; 0 if no microbatch has an owner.
+        update. If the loss or a gradient is not finite, the weights stay, and `skipped_nonfinite` is 1. If work is
+        predicted, `seconds/idle` is the mean time for which devices waited; 0 if no microbatch has an owner.
 
         Raises what `Gradients.accumulate` does, before anything has changed.
         """
@@ -197,8 +197,7 @@ class Learner:
         return metrics
 
     def update(self, grads: Params, tally: Tally, *, last: bool = True) -> dict[str, float]:
-        """Makes the optimizer step with a step's gradients, which are donated. Metrics and `last` are those of
-        `step`."""
+        """Makes the optimizer step with summed gradients, which are donated. Metrics and `last` are those of `step`."""
         return _metrics(tally, self._updated(grads, tally, last=last))
 
     def _updated(self, grads: Params, tally: Tally, *, last: bool) -> np.ndarray:
@@ -227,13 +226,13 @@ class Learner:
         return state if self._base is None else state | {"base": self._base}
 
     def forget(self) -> None:
-        """Frees all arrays but frozen weights, to make room for those of `load_state`. The learner is abstract then."""
+        """Frees all arrays but frozen weights, to make room for `load_state`. Until then, the learner is abstract."""
         self.params, self.opt_state = self.with_trained(like(self.trained(self.params))), like(self.opt_state)
         self._abstract = True
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes over what `state` returned, here or on another mesh. `state` is emptied. Its moments are copied one by
-        one, because they will be donated and nothing else may hold them. Raises ConfigError if the learner has other
+        """Takes over a result of `state()`, from this mesh or another, and empties it. Copies the moments one by one,
+        because updates will donate them, and nothing else may hold them. Raises ConfigError if the learner has other
         frozen weights."""
         if self._base is not None and (np.asarray(state.pop("base")) != np.asarray(self._base)).any():
             raise ConfigError(
@@ -282,7 +281,7 @@ class Learner:
 
 
 def _metrics(tally: Tally, report: np.ndarray) -> dict[str, float]:
-    """Names the entries of `apply`'s report; sums over tokens become means."""
+    """Returns the entries of `apply`'s report by name; sums over tokens become means."""
     names = [*sorted(tally.sums), *sorted(tally.maxima)]  # pytrees of dicts are in the order of their keys
     lr, grad_norm, skipped, *values = report.tolist()
     tallied = dict(zip(names, values, strict=True))
@@ -299,10 +298,10 @@ def _metrics(tally: Tally, report: np.ndarray) -> dict[str, float]:
 
 
 def of_all_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the metrics of a training step from those of its optimizer steps: sums of tokens, seconds and skipped
-    steps; the last learning rate; the largest of maxima; for each other metric, the mean over the optimizer steps that
-    have it, weighted by trained tokens. The metric `updates` is the number of optimizer steps. The metrics of a single
-    optimizer step stay unchanged."""
+    """Returns the metrics of a training step from those of its optimizer steps: sums of the metrics in `_ADDED`; the
+    last learning rate; the largest `*_max`; for each other metric, the mean over the optimizer steps that have it,
+    weighted by trained tokens. `updates` is the number of optimizer steps. The metrics of a single optimizer step stay
+    unchanged, without `updates`."""
     if len(updates) == 1:
         return dict(updates[0])
     merged = {"updates": float(len(updates))}
@@ -321,8 +320,8 @@ def of_all_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def learning_rate(optim: OptimConfig, steps: int) -> optax.Schedule:
-    """Returns the learning rate by optimizer step (from 0): linear warm-up that starts above zero, then the schedule,
-    which ends with zero at `steps` unless it is constant."""
+    """Returns the learning rate by optimizer step, from 0. A linear warm-up starts above zero. The schedule follows: it
+    is constant, or ends with zero at `steps`."""
     decay_steps = max(steps - optim.warmup_steps, 1)
     if optim.schedule is Schedule.LINEAR:
         decay = optax.linear_schedule(optim.lr, 0.0, decay_steps)
@@ -338,10 +337,10 @@ def learning_rate(optim: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def optimizer(optim: OptimConfig, schedule: optax.Schedule, decayed: Params) -> optax.GradientTransformationExtraArgs:
-    """Returns AdamW after clipping by the global norm (0: no clipping). Weight decay is decoupled, and applies to
-    weights that are True in `decayed`.
+    """Returns AdamW after clipping by the global norm (`max_grad_norm` 0: no clipping). Weight decay is decoupled, and
+    applies to weights that are True in `decayed`.
 
-    With `finite=False`, its `update` leaves the moments as they are. The last part of its state counts the steps."""
+    `update` with `finite=False` leaves the moments as they are. The last part of the state counts optimizer steps."""
     return optax.chain(
         _clip(optim.max_grad_norm or math.inf),
         _adam(optim),
@@ -362,8 +361,8 @@ def _clip(most: float) -> optax.GradientTransformation:
 
 
 def decayed(model: Decoder) -> Params:
-    """Returns for each trained weight whether it decays: matrices and embeddings do; norms and biases do not (biases of
-    queries have two axes, and all weights have one more in a stack of layers)."""
+    """Returns True for each trained weight that decays (matrices, embeddings), False for norms and biases. Biases are
+    told by name, because biases of queries have two axes."""
 
     def matrix(path: tuple, variable: nnx.Variable) -> bool | None:
         spec: WeightSpec = variable.get_metadata("spec")
@@ -385,8 +384,8 @@ def _decay(weight_decay: float, decayed: Params) -> optax.GradientTransformation
 def _adam(optim: OptimConfig) -> optax.GradientTransformationExtraArgs:
     """Does as `optax.scale_by_adam`, with moments in `moments_dtype`, written in the place of the old moments.
 
-    Updates are computed from the rounded moments. All moments are finished first, or else XLA would compute them twice,
-    for the update and for the state, and hold old and new moments of all weights at once.
+    Updates are computed from the rounded moments. A barrier finishes all moments first: XLA would otherwise compute
+    them twice, for the update and for the state, and hold old and new moments of all weights at once.
     """
     dtype, trees = optim.moments_dtype.value, optax.tree_utils
 
@@ -431,7 +430,7 @@ def lora_of(config: Config) -> models.Lora | None:
 
 
 def fingerprint(params: Params, mesh: Mesh) -> Array:
-    """Returns four bytes a weight, `[W]` uint32, on every device: they change if one bit of the weight changes."""
+    """Returns a number for each array of weights, `[W]` uint32, on every device; one changed bit changes the number."""
     return jax.jit(_fingerprints, out_shardings=NamedSharding(mesh, P()))(params)
 
 
@@ -440,8 +439,8 @@ def _fingerprints(params: Params) -> Array:
 
 
 def _of(weight: Array) -> Array:
-    """Returns the sum of a weight's numbers, read as integers, each times an odd factor that depends on its position:
-    sums of integers depend on no order, and an odd factor loses no bit."""
+    """Returns the sum of an array's numbers, read as integers, each times an odd factor that depends on the position:
+    a sum of integers does not depend on the order, and an odd factor loses no bit."""
     factors = jnp.ones(weight.shape, jnp.uint32)
     for axis in range(weight.ndim):
         places = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)

@@ -1,5 +1,5 @@
-"""The numbers that a loss reads beside the tokens, computed before an optimizer step: log-probs under other weights,
-from forward passes over complete minibatches; means over responses; slopes of losses that couple responses."""
+"""Computes, before an optimizer step, the numbers that a loss reads beside the tokens: log-probs under other weights,
+means over responses, and slopes of losses that couple responses."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ..config import AlgorithmConfig, Config, ImportanceConfig, ImportanceLevel,
 from .gradients import Gradients
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]  # one-dimensional arrays, by name
-# (responses, one number a response by name) -> one number a response by name
+# (responses, {name: one number a response}) -> {name: one number a response}
 OfResponses: TypeAlias = Callable[[Sequence[Key], Arrays], Arrays]
-# (responses, the tokens of each, one number a token by name) -> one number a token by name
+# (responses, number of tokens of each response, {name: one number a token}) -> {name: one number a token}
 OfTokens: TypeAlias = Callable[[Sequence[Key], np.ndarray, Arrays], Arrays]
 
 
@@ -35,8 +35,8 @@ def logprobs_of(composition: Composition, gradients: Gradients, weights: Params)
 
 
 def shaped(batch: TrainBatch, config: Config, algorithm: RLAlgorithm) -> TrainBatch:
-    """Returns the batch with all fields that `PolicyTrainer` fills in, for compiling a program; only their shapes are
-    right."""
+    """Returns the batch with all fields that `PolicyTrainer` fills in, for compiling a program. The values of these
+    fields have no meaning."""
     further = {
         "proximal_logprobs_BT": config.algorithm.updates > 1,
         "policy_log_ratios_BT": algorithm.response_ratios,
@@ -73,9 +73,9 @@ def coupled(
 ) -> tuple[Composition, Mapping[str, float]]:
     """Returns the composition with minus the slopes of the algorithm's loss as advantages, and the metrics of `couple`.
 
-    `logprobs_BT` are those of the policy before the next optimizer step. In process 0, which calls `couple` and has its
-    metrics, `groups` are those of all processes, with their advantages. Slopes are divided by the tokens' loss weights,
-    so that these cancel in the loss. Collective."""
+    `logprobs_BT` are those of the policy before the next optimizer step. Only process 0 calls `couple` and returns
+    metrics; there, `groups` are the groups of all processes, with advantages. Slopes are divided by the tokens' loss
+    weights, which cancel in the loss. Collective."""
     metrics: dict[str, float] = {}
 
     def couple(keys: Sequence[Key], sums: Arrays) -> Arrays:
@@ -93,19 +93,18 @@ def coupled(
 
 def with_logprobs(composition: Composition, field: str, logprobs_BT: PerToken) -> Composition:
     """Returns the composition with these log-probs, one array `[B, T]` for each microbatch, as a field of `TrainBatch`;
-    0 at tokens that are not trained on. They are the reference model's, or, as `proximal_logprobs_BT`, those of the
-    policy before the first of several optimizer steps."""
+    0 at tokens that are not trained on."""
     pairs = zip(composition.batches, logprobs_BT, strict=True)
     trained = [np.where(b.loss_weights_BT != 0, np.asarray(a, np.float32), np.float32(0)) for b, a in pairs]
     return composition.replaced({field: trained})
 
 
 def with_policy_ratios(composition: Composition, logprobs_BT: PerToken, decoupled: bool, team: Team) -> Composition:
-    """Returns the composition with each response's mean of log(policy / clipping centre), for all of its tokens.
+    """Returns the composition with the mean of log(policy / clipping centre) of each response, at all of its tokens.
 
     `logprobs_BT` are those of the policy with which the next optimizer step begins. The clipping centre is the
-    behaviour policy or, if `decoupled`, the proximal policy; without proximal log-probs in the batches, the proximal
-    policy is this policy. Collective.
+    behaviour policy or, if `decoupled`, the proximal policy. Batches without proximal log-probs have `logprobs_BT` in
+    their place. Collective.
     """
     batches = composition.batches
     around_BT = [batch.behaviour_logprobs_BT for batch in batches]
@@ -121,12 +120,11 @@ def with_policy_ratios(composition: Composition, logprobs_BT: PerToken, decouple
 def with_importance(
     composition: Composition, logprobs_BT: PerToken, importance: ImportanceConfig, team: Team
 ) -> Composition:
-    """Returns the composition with the numbers of complete responses, or of all tokens, that importance weights need:
-    see `ImportanceConfig.whole`.
+    """Returns the composition prepared for importance weights that depend on other tokens (`ImportanceConfig.whole`).
 
     `logprobs_BT` are those of the weights to be trained, `[B, T]` for each microbatch. With the level `sequence`,
-    responses get the means of their tokens' log-ratios. To normalise, advantages are divided by the mean weight of all
-    tokens, because every policy objective is proportional to advantages. Collective.
+    every token gets the mean log-ratio of its response. With `normalize`, advantages are divided by the mean weight of
+    all tokens, because every policy objective is proportional to advantages. Collective.
     """
     batches, lengths = composition.batches, composition.lengths
     behaviour = composition.of_responses([batch.behaviour_logprobs_BT for batch in batches], np.float64)
@@ -138,13 +136,13 @@ def with_importance(
     if importance.normalize:
         lags = composition.of_responses([batch.lags_BT for batch in batches], np.int32)
         weights = np.exp(log_weight(ratios, lags, importance)[0])
-        mean = _mean(weights, team) or 1.0  # 0 if all are masked
+        mean = _mean(weights, team) or 1.0  # the mean is 0 if all tokens are masked
     advantages_BT = [(batch.advantages_BT / mean).astype(np.float32) for batch in batches]
     return composition.replaced({"response_log_ratios_BT": ratios_BT, "advantages_BT": advantages_BT})
 
 
 def _means(values: np.ndarray, composition: Composition, team: Team) -> np.ndarray:
-    """Returns the mean of each response's values; `values` has one value a token."""
+    """Returns the mean of each response's `values`, which are one a token."""
 
     def mean(_: Sequence[Key], sums: Arrays) -> Arrays:
         return {"mean": sums["values"] / sums["tokens"]}
@@ -169,7 +167,7 @@ def _mean(values: np.ndarray, team: Team) -> np.float64:
 def by_response(
     team: Team, compositions: Sequence[Composition], sums: Sequence[Arrays], decide: OfResponses
 ) -> list[dict[str, np.ndarray]]:
-    """Returns, for each composition, one number a response. Process 0 decides the numbers, from all processes.
+    """Returns, for each composition, the numbers that process 0 gets from `decide`, one a response.
 
     `sums` has, for each composition, sums over the tokens that a response has in this process; `decide` gets the sums
     over all processes. Responses without a token in this process get 0."""
@@ -193,8 +191,8 @@ def by_response(
 def by_token(
     team: Team, compositions: Sequence[Composition], values: Sequence[Arrays], decide: OfTokens
 ) -> list[dict[str, np.ndarray]]:
-    """Returns, for each composition, one number a token, response after response. Process 0 decides the numbers from
-    `values` in the same form, which it gets for all tokens of all processes."""
+    """Returns, for each composition, the numbers that process 0 gets from `decide`, one a token, response after
+    response. `values` have the same form; `decide` gets the values of all processes."""
     return _decided(team, compositions, [composition.lengths for composition in compositions], values, decide)
 
 
@@ -205,7 +203,8 @@ def _decided(
     values: Sequence[Arrays],
     decide: OfTokens,
 ) -> list[dict[str, np.ndarray]]:
-    """`counts` has, for each composition, the number of its `values` that belong to each response."""
+    """Returns, for each composition, the numbers that process 0 gets from `decide`, in the form of `values`. `counts`
+    has the number of values of each response."""
     every = np.concatenate(counts)
     keys = np.array([key for composition in compositions for key in composition.keys], np.int64).reshape(-1, 2)
     numbers = {name: np.concatenate([part[name] for part in values]) for name in values[0]}
@@ -217,7 +216,7 @@ def _decided(
 def _of_whole_responses(parts: Sequence[Arrays], decide: OfTokens) -> list[dict[str, np.ndarray]]:
     """Joins the parts of each response from all processes, calls `decide`, and splits its result into the same parts. A
     process with a higher number has later tokens of a response."""
-    number: dict[Key, int] = {}  # numbers of the responses
+    number: dict[Key, int] = {}
     keys = np.concatenate([part["keys"] for part in parts]).reshape(-1, 2).tolist()
     which = np.array([number.setdefault((draw, sample), len(number)) for draw, sample in keys], np.int64)
     counts = np.concatenate([part["counts"] for part in parts])

@@ -25,11 +25,12 @@ async def warm_start(
     proxy: ProxyMedia | None = None,
     team: Team | None = None,
 ) -> AsyncIterator[tuple[int, dict[str, float]]]:
-    """Trains the learner on `config.warm_start.steps` batches of given answers; yields (step, metrics) of steps made.
+    """Trains the learner on `config.warm_start.steps` batches of given answers; yields (step, metrics) after each step.
+    A batch without a usable prompt makes no step.
 
-    The warm start has its own data order: RL starts with a fresh epoch. It also has its own optimizer and schedule;
-    `learner.reset` begins RL. Prompts and answers that cannot be used are left out of their batch and reported to
-    `count_skip` with the reason. `proxy`: see `Preparer`.
+    The warm start has its own data order, so that RL starts with a fresh epoch, and its own optimizer and schedule.
+    Prompts and answers that cannot be used are left out of the batch and reported to `count_skip` with the reason.
+    `proxy`: see `Preparer`.
     """
     settings = config.warm_start
     begin_warm_start(config, learner)
@@ -57,14 +58,14 @@ async def warm_start(
 
 
 def given_step(learner: Learner, composition: Composition) -> dict[str, float]:
-    """Makes a step of the warm start, in every process; returns its metrics."""
+    """Makes a step of the warm start and returns its metrics. Every process calls it."""
     if composition.coming:
         learner.gradients.compile_ahead(learner.params, composition.coming, scores=False)
     return learner.step(composition.everywhere)
 
 
 def begin_warm_start(config: Config, learner: Learner) -> None:
-    """Begins the learner's phase of given answers, with an optimizer and a schedule of its own."""
+    """Begins the warm start of the learner, with an optimizer and a schedule of its own."""
     settings = config.warm_start
     warmup = min(10, settings.steps // 2)
     learner.reset(
@@ -85,8 +86,7 @@ def warm_start_source(
 
 
 def answer_ids(processor: Processor, answer: str) -> list[int]:
-    """Returns the tokens of an answer that the policy should give, with the end token; empty if the vocabulary lacks
-    them."""
+    """Returns the token ids of an answer, and the end token; empty if the vocabulary lacks a part of the answer."""
     try:
         return [*processor.encode(answer), processor.eos_ids[0]]
     except PromptError:

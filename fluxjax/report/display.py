@@ -1,6 +1,6 @@
-"""The live view of a run: a panel on a terminal, a plain line every few seconds in other outputs. On the panel,
-processes, servers and preprocessors have a row of a table each; in plain output, processes have a line each, servers
-and preprocessors a count. Pixels and rewards have a few words."""
+"""The live view of a run: a panel on a terminal, a plain line every few seconds in other outputs. On the panel, each
+process, server and preprocessor has a row of a table. In plain output, each process has a line every minute; servers
+and preprocessors are counted."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SECONDS = 5.0
 _PLAIN_HOSTS_SECONDS = 60.0
 _NAMES = ("process", "host", "server", "preprocessor")  # columns whose texts stand on the left
-MOST = 16  # processes that have a line; if there are more, the slowest are shown
+MOST = 16  # most processes that are shown: the slowest
 _BUSY = "rewards/busy/"
-_NOTABLE = 0.5  # least busy share of a kind's slots at which the kind is shown
+_NOTABLE = 0.5  # least share of busy slots at which a kind of reward is shown
 
 
 class Display:
@@ -46,7 +46,7 @@ class Display:
         self._total = total_steps
         self._rewards: deque[float] = deque(maxlen=60)
         self._last_line = 0.0
-        self._last_hosts = 0.0  # when lines of processes were printed
+        self._last_hosts = 0.0  # when lines of processes were last printed
         self._seconds: dict[str, float] = {}
         self._eval: dict[str, float] = {}
         self._progress = Progress(
@@ -61,7 +61,7 @@ class Display:
         self._phase = "starting"
         self._ended: deque[float] = deque(maxlen=30)  # when the last steps ended, by `working_time`
         self.stopping = False  # whether the run stops after the present step
-        self._step_tables: list[Table] = []  # of the last step
+        self._step_tables: list[Table] = []  # the last step's table; none before the first step
         self._live = Live(get_renderable=self._drawn, console=self._console) if self._console.is_terminal else None
 
     def __enter__(self) -> Display:
@@ -74,7 +74,7 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self._left.set()
         if self._live:
-            self._live.transient = self._phase == "starting"  # a panel from before the run is of no use
+            self._live.transient = self._phase == "starting"  # removes the panel of a run that did not begin
             self._live.stop()
 
     def _break_silence(self, left: threading.Event) -> None:
@@ -86,7 +86,7 @@ class Display:
 
     def note(self, text: str) -> None:
         self._noted = time.monotonic()
-        self._console.print(Text(text), highlight=False)  # a `[word]` in it is no style
+        self._console.print(Text(text), highlight=False)  # `[word]` in the text is no style
 
     def show(
         self,
@@ -94,7 +94,7 @@ class Display:
         hosts: Callable[[], Sequence[HostStatus]] = tuple,
         preprocessors: Callable[[], Sequence[PreprocessorStatus]] = tuple,
     ) -> None:
-        """Shows the present statuses of these functions; they are called from any thread."""
+        """Shows the statuses that these functions return. Several threads call the functions."""
         self._servers, self._hosts, self._preprocessors = servers, hosts, preprocessors
 
     def _drawn(self) -> Group:
@@ -120,7 +120,7 @@ class Display:
         self._ended.append(working_time())
         self._rewards.append(metrics.get("reward/mean", -metrics.get("loss", 0.0)))
         self._seconds = {name: value + 0.9 * self._seconds.get(name, 0.0) for name, value in seconds.items()}
-        per_step = statistics.median(b - a for a, b in pairwise(self._ended))  # some include an evaluation
+        per_step = statistics.median(b - a for a, b in pairwise(self._ended))  # some steps evaluate
         left = f"{per_step:.2f} s/step, eta {per_step * (self._total - step):.0f} s"
         self._progress.update(self._task, completed=step, left=left)
         if self._live:
@@ -186,7 +186,7 @@ class Display:
 
 
 def data_words(metrics: Mapping[str, float]) -> str:
-    """Returns a step's numbers of pixels in a few words; empty if there are none."""
+    """Says how long a step waited for pixels, how fast it decoded, and how much it fetched; empty without pixels."""
     waited, frames = metrics.get("data/waited", 0.0), metrics.get("data/decoded_frames_per_second", 0.0)
     size = metrics.get("data/fetched_mb", 0.0)
     words = [f"waits {waited:.2f} s"] if size or waited else []
@@ -256,7 +256,7 @@ def server_table(servers: Sequence[ServerStatus]) -> list[Table]:
 
 
 def host_lines(hosts: Sequence[HostStatus]) -> list[str]:
-    """Returns a line for each process."""
+    """Returns a line for each of the `MOST` slowest processes, and a line that counts the other processes."""
     lines = []
     for host in _shown(hosts):
         numbers = " | ".join(f"{name} {text}" for name, text in _figures(host).items())

@@ -24,8 +24,8 @@ from ..config import ConfigError
 
 
 class PrometheusPort:
-    """Serves metrics from a thread until it is closed, with memory, CPU seconds and open files of this process
-    (`process_*`). If FLUXJAX_TOKEN is in the environment, clients must send it as `Authorization: Bearer`."""
+    """Serves metrics from a thread until `close`, and memory, CPU seconds and open files of this process (`process_*`).
+    If FLUXJAX_TOKEN is in the environment, clients must send the token as `Authorization: Bearer`."""
 
     def __init__(self, port: int, host: str = "127.0.0.1", *collectors: StatusCollector) -> None:
         """Raises ConfigError for a taken or invalid port, and if other machines reach the address without a token."""
@@ -38,7 +38,7 @@ class PrometheusPort:
         if not token and not is_loopback(host):
             raise ConfigError(f"report.prometheus names {host}, which other machines reach: set {TOKEN}")
         listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        try:  # `socket.create_server` leaves its socket open if host or port is invalid
+        try:  # not `socket.create_server`, which leaves its socket open if host or port is invalid
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind((host, port))
             listening.listen()
@@ -71,12 +71,12 @@ _RENAMED = {"version": "weight_version"}
 
 
 class StatusCollector(Collector):
-    """Statuses as Prometheus metrics, `fluxjax_KIND_*`, with their values at the time of each request. Without
+    """Offers statuses as Prometheus metrics, `fluxjax_KIND_*`, with the values at the time of each request. Without
     statuses, there are no metrics."""
 
     kind: ClassVar[str]
-    labels: ClassVar[Mapping[str, str]]  # by label, the attribute of a status
-    metrics: ClassVar[Mapping[str, tuple[Family, str]]]  # by an attribute of a status: the family, and the description
+    labels: ClassVar[Mapping[str, str]]  # label -> attribute of a status
+    metrics: ClassVar[Mapping[str, tuple[Family, str]]]  # attribute of a status -> (family, description)
 
     def __init__(self, statuses: Callable[[], Sequence[Any]]) -> None:
         self._statuses = statuses

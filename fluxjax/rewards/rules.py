@@ -1,7 +1,7 @@
-"""Rewards that compare text with the known answer: pure, a few microseconds each.
+"""Rewards that compare a text with the known answer: pure functions of a few microseconds.
 
-`Reward.correct`, which accuracy counts, is always the exact match of the normalised texts (of the numbers, for
-`number`), whatever shape `value` has.
+`Reward.correct`, which accuracy counts, is True only if the text equals the answer in the form that the rule compares.
+A partly right answer may raise `Reward.value`, but never `correct`.
 """
 
 import re
@@ -12,7 +12,7 @@ from .extraction import as_number, last_number
 
 EXACT_BONUS = 0.5  # the part of a shaped reward that only a fully right answer gets
 WRONG, RIGHT = Reward(0.0, False), Reward(1.0, True)
-# Matches signs of a formula, except a number's dollar and percent signs; a number beside a letter or another number.
+# Matches the signs of a formula (but not `$` and `%`), and a number beside a letter or another number.
 _FORMULA = re.compile(
     r"\\(?![$%])|[\^_{}\u221a\u03c0]|[0-9](?:!|(?![eE][-+]?[0-9])[A-Za-z])|[0-9](?![eE][-+]?[0-9])[^0-9,./]+.*[0-9]"
     r"|[0-9],(?:[^0-9].*|[0-9]{1,2}(?![0-9]))"
@@ -20,7 +20,7 @@ _FORMULA = re.compile(
 
 
 def normalise(text: str) -> str:
-    """Returns text in lower case with single spaces and no full stop at the end."""
+    """Returns the text in lower case, with single spaces, without a full stop at the end."""
     return " ".join(text.split()).casefold().removesuffix(".").rstrip()
 
 
@@ -30,16 +30,16 @@ def exact(prompt: Prompt, text: str) -> Reward:
 
 
 def positions(prompt: Prompt, text: str) -> Reward:
-    """Gives half for the share of positions that are right, half for an entirely right text.
+    """Gives 1 for the right text, else half of the share of positions that are right.
 
-    Characters are compared one by one, and the end of the text counts as one more character: stopping at the right
-    length is a hit. The share is of the longer text's positions, so that length is never free.
+    Characters are compared one by one. The end of the text counts as one more character, which is right if the text has
+    the length of the answer. The share is of the longer text's positions, so that length is never free.
     """
     return _shaped(normalise(prompt.answer), normalise(text))
 
 
 def digits(prompt: Prompt, text: str) -> Reward:
-    """Scores transcriptions of digits as `positions` does, but ignores white space."""
+    """Scores a transcription of digits as `positions` does, but ignores white space."""
     return _shaped("".join(prompt.answer.split()), "".join(text.split()))
 
 
@@ -56,13 +56,13 @@ def _number(text: str) -> Fraction | None:
 
 
 def no_answer(prompt: Prompt) -> str:
-    """Says why no text can be the prompt's answer; else empty."""
+    """Says why `exact`, `positions` and `digits` can't grade the prompt's answer; empty if they can."""
     return "" if normalise(prompt.answer) else "is empty"
 
 
 def no_number(prompt: Prompt) -> str:
-    r"""Says why the last number of the prompt's answer is not the answer, as in `10\sqrt{3}`; else empty. Text before
-    `####` or in an earlier line is no part of the answer."""
+    r"""Says why the last number of the prompt's answer is not the answer, as in `10\sqrt{3}`; empty if it is. Text
+    before `####` or in an earlier line is no part of the answer."""
     last = prompt.answer.rpartition("####")[2].strip().rpartition("\n")[2]
     if _number(last) is None:
         return "has no number"

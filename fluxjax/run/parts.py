@@ -50,9 +50,9 @@ _Score = Callable[[Prompt, str], Awaitable[Reward]]
 def settled(
     config: Config, sizes: DecoderConfig, processor: Processor, gang: Team, note: Callable[[str], None] | None
 ) -> Config:
-    """Returns a copy of the configuration that refuses changes, `auto` and 0 settled for this process's devices: the
-    rematerialisation, by the pre-flight's memory check (`note` gets its progress; None: no check), and the number of
-    engines. Raises `ConfigError` if there are too few devices, or if the run does not fit into their memory."""
+    """Returns a copy of the configuration that refuses changes. The devices of this process settle `rollout.engines=0`;
+    the pre-flight's memory check settles `sharding.remat=auto`. `note` gets the progress of the check; None: no check.
+    Raises `ConfigError` if there are too few devices, or if the run does not fit into their memory."""
     config = copy.deepcopy(config)
     if note is not None:
         config.sharding.remat = settled_remat(config, sizes, run_mesh(config), processor.media_token_ids, note)
@@ -66,7 +66,7 @@ def settled(
 class Parts:
     """The parts that every process of a run has, on its own share of the devices."""
 
-    config: Config  # settled
+    config: Config  # a result of `settled`
     processor: Processor
     vision: VisionConfig | None  # None: a text model
     pixels: AnyPixels
@@ -98,9 +98,9 @@ def assemble(
     read_only: bool = False,
 ) -> Parts:
     """Builds the parts of one process from the settled configuration; all processes of a run call it at the same time.
-    `token` and `fetched` are those of `Pixels`. `read_only` changes nothing in the run's folder; whether there is a
-    critic is then read from the checkpoint, because the run's own algorithm is not known. Raises `ConfigError`, and
-    what `Pixels` raises."""
+    `token` and `fetched` are the arguments `token` and `note` of `Pixels`. With `read_only`, nothing changes in the
+    run's folder, and the checkpoint shows whether there is a critic, because the run's own algorithm is not known.
+    Raises `ConfigError`, and what `Pixels` raises."""
     pixels = open_pixels(config, processor, gang, run_dir, token, fetched)
     learning = build_learning(
         config,
@@ -126,8 +126,8 @@ def assemble(
 def settled_remat(
     config: Config, model: DecoderConfig, mesh: Mesh, never_sampled: tuple[int, ...], progress: Callable[[str], None]
 ) -> Remat:
-    """Returns the rematerialisation to train with: as configured, or for `auto` the first that fits into memory (`none`
-    if memory is not known or not checked, else `layer` under odc).
+    """Returns the rematerialisation to train with: as configured, or for `auto` the first that fits into memory. If
+    memory is not known or not checked, `auto` is `none`; else, under odc, `auto` is `layer`.
 
     If a device's memory is known (on GPUs, or by `sharding.device_memory_gib`), the run's largest programs are
     compiled, except under odc; a compilation cache keeps them for the run. Raises ConfigError, in the pre-flight's
@@ -192,9 +192,9 @@ def make_pool(
     logs: pathlib.Path,
     read_only: bool = False,
 ) -> EnginePool | FleetPool:
-    """Returns the engines that process 0 uses: those of its own process, those of all processes, or rollout servers.
-    `checkpoint` makes a folder that servers can start from, and `token` is for the engines of the other processes. With
-    `read_only` they are always embedded engines of this process. Raises the errors of the pools."""
+    """Returns the engines that process 0 uses: the engines of its own process or of all processes, or rollout servers.
+    With `read_only`, these are always embedded engines of this process. `checkpoint` makes a folder that servers can
+    start from, and `token` is for the engines of the other processes. Raises the errors of the pools."""
     config, model, fetch = parts.config, parts.model, parts.pixels.fetch
     embedded = config.rollout.engine is RolloutEngine.JAX
     if read_only or (embedded and gang.alone):
@@ -210,7 +210,7 @@ def make_pool(
 
 
 def serve_engines(parts: Parts, gang: Team, token: str) -> EngineServers:
-    """Starts the engines of this process, one of several, as servers that process 0 uses."""
+    """Starts the engines of this process as servers for process 0. Raises ConfigError if they can't listen."""
     from ..runtime.fleet_pool import EngineServers
 
     links = gang.links
@@ -232,14 +232,14 @@ def serve_engines(parts: Parts, gang: Team, token: str) -> EngineServers:
 
 @dataclasses.dataclass
 class HeldOut:
-    """The held-out prompts of every source, decoded once for all evaluations. An engine answers them greedily, and each
-    source's reward scores the answers."""
+    """The held-out prompts of every source, prepared once for all evaluations. An engine answers the prompts greedily,
+    and each source's reward scores the answers."""
 
     prompts: Mapping[str, Sequence[PreparedPrompt]]
     score: _Score
     decode: Callable[[Sequence[int]], str]
     sampling: SamplingParams
-    stopping: Callable[[], bool] = bool  # whether the run is to stop
+    stopping: Callable[[], bool] = bool  # says whether the run is to stop
 
     async def accuracy(self, engine: Engine, limit: int | None = None, *, blind: bool = False) -> dict[str, float]:
         """Returns each source's share of exactly right greedy answers, over its first `limit` prompts. Raises
@@ -282,7 +282,7 @@ class HeldOut:
             inputs = dataclasses.replace(inputs, vision=blank)
         sampling = dataclasses.replace(self.sampling, temperature=0.0)
         tokens: list[int] = []
-        # Greedy answers need no random numbers: servers use the seed to order requests that come over a network.
+        # Greedy answers need no random numbers; servers order requests by seed, because a network does not keep order.
         async for chunk in engine.generate(GenerateRequest(f"held-out-{index:06d}", inputs, sampling, seed=index)):
             tokens.extend(chunk.token_ids)
         return self.decode(tokens)

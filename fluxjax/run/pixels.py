@@ -1,5 +1,5 @@
-"""The pixels of a process: the media store that decodes them, and the materializer that brings them to batches and
-engines."""
+"""The pixels of a process: the media store that decodes media, and the materializer that fetches the pixels of
+batches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AHEAD = 2  # microbatches whose pixels are fetched ahead
 class Pixels:
     """The media store and the materializer of one process, for a model that reads more than text.
 
-    The processes of a run create it at the same time, because they tell each other the addresses of their
+    All processes of a run create a `Pixels` at the same time, because they exchange the addresses of their
     preprocessors.
     """
 
@@ -46,7 +46,7 @@ class Pixels:
         the preprocessors can't be started."""
         self._note, self._metrics = note, DataMetrics()
         self._began: float | None = None  # when the run began to ask for prompts
-        self._first_batch: float | None = None  # seconds from then to the first pixels, until `metrics` returns them
+        self._first_batch: float | None = None  # seconds from `begin` to the end of the first fetch
         self._open = contextlib.ExitStack()
         data = config.data
         self.store: FlightStore | LocalStore
@@ -61,7 +61,7 @@ class Pixels:
             near = NearPixels(self.store, int(data.near_gib * GIB))
             self._open.callback(near.close)
             self.fetch = near.fetch
-        # Process 0 draws prompts for all processes, and their engines take prompts in turn.
+        # Process 0 draws prompts for all processes, and the engines of all processes take prompts in turn.
         self.proxy = ProxyMedia(self.store, MediaIndex(), near, among=gang.processes)
         materializer = Materializer(self.fetch, AHEAD, self._fetched)
         self.materializer = self._open.enter_context(contextlib.closing(materializer))
@@ -73,7 +73,7 @@ class Pixels:
         folder = run_dir / "preprocessors"
         preprocessors = Preprocessors(
             data.preprocessors,
-            # Processes share the run's folder, and each finds the addresses of its preprocessors in their logs.
+            # Processes share the run's folder, and each process finds its preprocessors' addresses in their logs.
             folder if gang.alone else folder / f"process-{gang.process}",
             data,
             host="127.0.0.1" if gang.links is None else gang.links.address,
@@ -90,11 +90,11 @@ class Pixels:
         return store
 
     def place_of(self, ticket: str) -> str:
-        """Returns the preprocessor that holds the medium of the ticket; empty if it is not known."""
+        """Returns the preprocessor that holds the ticket's medium; `UNKNOWN_PLACE` if no holder is known."""
         return self.store.holder(ticket) if isinstance(self.store, FlightStore) else UNKNOWN_PLACE
 
     def hear(self, media: Iterable[tuple[str, str]]) -> None:
-        """Takes note of (ticket, place) pairs from process 0: each place holds the medium of its ticket."""
+        """Takes note of (ticket, preprocessor that holds the ticket's medium) pairs from process 0."""
         if isinstance(self.store, FlightStore):
             for ticket, place in media:
                 if place != UNKNOWN_PLACE:
@@ -107,7 +107,7 @@ class Pixels:
         self._began = time.perf_counter()
 
     def begin_steps(self) -> None:
-        """Begins the counts of the steps: pixels fetched earlier, such as for a warm start, belong to no step."""
+        """Starts the counts of `metrics` at zero: pixels fetched earlier, as for a warm start, belong to no step."""
         first, self._first_batch = self._first_batch, None
         self.metrics()
         self._first_batch = first
@@ -115,8 +115,8 @@ class Pixels:
     def metrics(self) -> dict[str, float]:
         """Returns the metrics `data/...` of `metrics.jsonl` since the last call.
 
-        Counts of preprocessors are summed over all processes, and a few seconds old. Counts of fetches, of waiting, and
-        of decoding without preprocessors are of this process alone.
+        Counts of preprocessors are summed over all processes, and a few seconds old. All other counts are of this
+        process alone.
         """
         known = self.store.known if isinstance(self.store, FlightStore) else time.perf_counter()
         metrics = self._metrics.since_last(self.materializer.totals, self.store.stats(), known, self.preprocessors())
@@ -150,20 +150,20 @@ class Pixels:
 
 
 class DataMetrics:
-    """Computes a step's metrics of pixels: bytes and seconds of fetches, decoding, caches, preprocessors."""
+    """Computes a step's metrics of pixels: fetches, decoding, caches, preprocessors."""
 
     def __init__(self) -> None:
-        self._known = time.perf_counter()  # when the newest stats were read
+        self._known = time.perf_counter()  # when the newest stats were read, by `time.perf_counter`
         self._rate = 0.0  # frames decoded a second
-        self._moved, self._stats = Materialized(), StoreStats()  # at the last step
+        self._moved, self._stats = Materialized(), StoreStats()  # totals at the last call
         self._bytes: dict[str, int] = {}  # bytes that each preprocessor has sent, by name
 
     def since_last(
         self, moved: Materialized, stats: StoreStats, known: float, preprocessors: Sequence[PreprocessorStatus]
     ) -> dict[str, float]:
-        """Returns the metrics since the last step, by their names in `metrics.jsonl`. `moved` and `stats` are totals
-        since the run was started; `known` is when `stats` were read, by `time.perf_counter`: the rate of frames stays
-        until newer stats are read."""
+        """Returns the metrics since the last call, by their names in `metrics.jsonl`. `moved` and `stats` are totals.
+        `known` is when `stats` were read, by `time.perf_counter`; the rate of frames stays until newer
+        stats are read."""
         moved_before, stats_before, self._moved, self._stats = self._moved, self._stats, moved, stats
         size, fetching = moved.bytes - moved_before.bytes, moved.fetching - moved_before.fetching
         frames = stats.decoded_frames - stats_before.decoded_frames

@@ -1,4 +1,4 @@
-"""Virtual time: a queue of actions, each with its time; actions at equal times are done in the order of adding."""
+"""Virtual time: a queue of actions, each with its time. Actions of equal times are done in the order of adding."""
 
 import heapq
 import math
@@ -13,7 +13,7 @@ class ClockError(RuntimeError):
 
 
 class Clock:
-    """A virtual clock: `now` is in seconds and begins at 0. A run takes only the time that its actions compute."""
+    """A virtual clock: `now` is in seconds and begins at 0. `run` takes only the real time of computing the actions."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -21,8 +21,8 @@ class Clock:
         self._serial = 0
 
     def at(self, time: float, action: Action) -> Handle:
-        """Calls `action` when the clock reaches `time` (s) and returns a handle for `cancel`. Raises ClockError for a
-        time that has passed or is no finite number."""
+        """Schedules `action` for `time` (seconds), and returns a handle for `cancel`. Raises ClockError for a time that
+        has passed or is no finite number."""
         if not self.now <= time < math.inf:
             raise ClockError(f"it is {self.now}: nothing can be done at {time}")
         self._serial += 1
@@ -31,7 +31,7 @@ class Clock:
         return handle
 
     def after(self, delay: float, action: Action) -> Handle:
-        """Calls `action` in `delay` seconds, as `at` does."""
+        """Schedules `action` in `delay` seconds, as `at` does."""
         return self.at(self.now + delay, action)
 
     def cancel(self, handle: Handle | None) -> None:
@@ -40,7 +40,7 @@ class Clock:
             handle[2] = None
 
     def run(self) -> None:
-        """Does all actions, also actions that are added meanwhile."""
+        """Does all actions, and the actions that these add."""
         while self._queue:
             time, _, action = heapq.heappop(self._queue)
             if action is not None:

@@ -29,9 +29,9 @@ class Sequence:
 
     def __init__(self, rid: str, sample: int, prompt: int, total: int, begun: Segments) -> None:
         self.rid, self.sample, self.prompt, self.total = rid, sample, prompt, total
-        self.joined = 0  # the step at which it was let in
-        self.mark = -1  # the step that makes its last token; -1: the sample does not run
-        self.segments = begun  # segments of the tokens that it had when it was let in
+        self.joined = 0  # the decode step at which the sample was let in
+        self.mark = -1  # the decode step that makes the last token; -1: the sample does not run
+        self.segments = begun  # segments of the tokens that the sample had when it was let in
         self.generated = sum(tokens for _, tokens in begun)
         self.waits = True
 
@@ -51,7 +51,7 @@ class Batch:
         self._marks: list[tuple[int, int, Sequence]] = []  # heap of (mark, serial, sample), with some stale entries
         self._serial = 0
         self._versions = [(0, version)]  # (first step, version)
-        self._watermark = kv_limit // 100  # free tokens after a sample is let in: else it might soon be expelled
+        self._watermark = kv_limit // 100  # tokens left for running samples when a sample is let in
 
     def add(self, sequence: Sequence) -> None:
         self._queue.append(sequence)
@@ -89,7 +89,7 @@ class Batch:
         self.kv += sequence.prompt + sequence.generated
 
     def preempt(self) -> None:
-        """Expels the samples let in last until each other sample has room for a token."""
+        """Expels the samples let in last until each remaining sample has room for a token."""
         while self.kv + len(self.running) > self.kv_limit:
             self._expel(next(reversed(self.running)))
             self.preemptions += 1
@@ -106,7 +106,7 @@ class Batch:
         self.waiting += 1
 
     def remove(self, sequence: Sequence) -> SampleProgress:
-        """Removes a running or waiting sample, and returns its tokens so far."""
+        """Removes a running or waiting sample, and returns its progress."""
         progress = SampleProgress(sequence.rid, sequence.sample, *self._generated(sequence))
         if sequence.waits:
             sequence.waits = False
@@ -118,7 +118,7 @@ class Batch:
         return progress
 
     def horizon(self) -> int:
-        """Returns the number of steps until a sample ends or the cache is full. At least one sample must run, and each
+        """Returns the decode steps until a sample ends or the cache is full. At least one sample must run, and each
         running sample must have room for a token."""
         marks = self._marks
         while marks[0][2].mark != marks[0][0]:
@@ -126,7 +126,7 @@ class Batch:
         return min(marks[0][0] - self.steps, (self.kv_limit - self.kv) // len(self.running))
 
     def advance(self, steps: int) -> None:
-        """Gives every running sample one token in each of `steps` steps."""
+        """Gives every running sample one token in each of `steps` decode steps."""
         tokens = steps * len(self.running)
         self.steps += steps
         self.kv += tokens
@@ -142,11 +142,11 @@ class Batch:
         return found
 
     def _generated(self, sequence: Sequence) -> tuple[int, Segments]:
-        """Returns the number of a sample's tokens, and their segments."""
+        """Returns the number of a sample's tokens so far, and the segments of these tokens."""
         if sequence.waits:
             return sequence.generated, sequence.segments
         segments = list(sequence.segments)
-        served = bisect.bisect(self._versions, (sequence.joined, math.inf)) - 1  # the version at that step
+        served = bisect.bisect(self._versions, (sequence.joined, math.inf)) - 1  # the version at step `joined`
         for (first, version), (end, _) in pairwise([*self._versions[served:], (self.steps, -1)]):
             if tokens := end - max(first, sequence.joined):
                 if segments and segments[-1][0] == version:
@@ -155,7 +155,7 @@ class Batch:
         return sequence.generated + self.steps - sequence.joined, tuple(segments)
 
     def change_version(self, version: int) -> None:
-        """Counts the steps from now on as steps of `version`."""
+        """Counts the decode steps from now on as steps of `version`."""
         if version != self.version:
             self.version = version
             self._versions.append((self.steps, version))

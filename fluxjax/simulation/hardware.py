@@ -1,10 +1,11 @@
 """Seconds that the stages of RL training take on a cluster of GPUs: decoding, prefill, training, rewards, weight sync.
 
-A time is bytes read or FLOPs, divided by a data sheet's rates; overheads and utilisations are constants below, some
-fitted to Flexes' figures for H800 clusters. Table 1 gives the shares of a synchronous step, 14B/16k on 32
-GPUs, for three tasks. Rewards of code are 13 % of it; they end with the sandbox's time-out of 30 s, which 5 % of the
-responses hit (figure 7a). So a step takes about 235 s. Table 3 gives 124.2 s for a long round, 7B/8k on 16 GPUs, math,
-with rewards hidden by rollouts. `tests/simulation/test_calibration.py` compares the model with all these figures.
+A time is bytes read or FLOPs, divided by a data sheet's rates. Overheads and utilisations are constants below, some
+fitted to Flexes' figures for H800 clusters. Flexes' Table 1 gives the shares of the stages of a synchronous step,
+14B/16k on 32 GPUs, for three tasks. Rewards of code are 13 % of the step. They end with the sandbox's time-out of 30 s,
+which 5 % of the responses hit (figure 7a), so that a step takes about 230 s. Table 3 gives 124.2 s for a long round
+(`docs/policies.md`), 7B/8k on 16 GPUs, math, with rewards hidden by rollouts. `tests/simulation/test_calibration.py`
+compares the model with these figures.
 
 Attention's own FLOPs are left out: at the mean length of a response they are 3 % of the weights' FLOPs.
 """
@@ -29,17 +30,17 @@ SANDBOX_LIMIT = 30.0  # most seconds of a code sandbox
 MEMORY_FRACTION = 0.6  # share of a GPU's memory for rollout (the usual setting of veRL), weights included
 WORKSPACE = 2e9  # bytes of rollout's memory for activations
 BANDWIDTH_UTILISATION = 0.8  # used share of the memory's bandwidth, in decode steps
-ALL_REDUCE = 12e-6  # seconds that an all-reduce of a decode step costs beside its bytes
-SYNC = 1.0  # seconds that a weight sync costs beside its bytes
-BACKWARD, REFERENCE, OLD_LOGPROBS = 2.0, 1.0, 1.0  # FLOPs of other passes of a step, in forward passes
+ALL_REDUCE = 12e-6  # fixed seconds of an all-reduce of a decode step, in addition to sending bytes
+SYNC = 1.0  # fixed seconds of a weight sync, in addition to sending bytes
+BACKWARD, REFERENCE, OLD_LOGPROBS = 2.0, 1.0, 1.0  # FLOPs of other passes of a step, in units of a forward pass
 
 # --- fitted to Flexes: the nine shares of Table 1 and the 124.2 s of Table 3, least squares ---------------
 
-STEP = 4.6e-3  # seconds of a decode step beside its bytes
+STEP = 4.6e-3  # fixed seconds of a decode step, in addition to reading and computing
 TRAIN_UTILISATION = 0.34  # used share of the GPUs' FLOP/s, with tensor parallelism only (7B: Table 3)
-SPLIT = 0.29  # factor on this share with pipeline or context parallelism (14B: Table 1; 32B is assumed to be alike)
+SPLIT = 0.29  # factor on TRAIN_UTILISATION with pipeline or context parallelism (14B: Table 1; 32B: assumed)
 MATH = 10.7e-3  # seconds in which a rule scores a response, one at a time (Table 1: 5 %)
-JUDGE = 0.09  # seconds of a judge's GPU for a verdict, beside reading the response (Table 1: 7 %)
+JUDGE = 0.09  # seconds of a judge's GPU for a verdict, after reading the response (Table 1: 7 %)
 
 QWEN2_5_7B = ModelSizes("qwen2.5-7b", 28, 3584, 28, 4, 128, 18944, 152064)
 QWEN2_5_14B = ModelSizes("qwen2.5-14b", 48, 5120, 40, 8, 128, 13824, 152064)
@@ -53,9 +54,9 @@ def parameters(model: ModelSizes) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """The seconds of one model's stages on one cluster. `utilisation` is training's; every GPU is `scale` times as fast
-    (compute and memory alike). Training's time is one GPU's, divided by the number of GPUs: more GPUs are as
-    efficient. A decode step adds all-reduces and a fixed overhead."""
+    """The seconds of one model's stages on one cluster. `utilisation` is the used share of FLOP/s in training. A GPU
+    computes and reads memory `scale` times as fast as an H800. Training's time is one GPU's, divided by the number of
+    GPUs: more GPUs are as efficient."""
 
     model: ModelSizes
     utilisation: float = TRAIN_UTILISATION
@@ -80,7 +81,7 @@ class Hardware:
         return self.kv_bytes / (BANDWIDTH * BANDWIDTH_UTILISATION * self.scale * min(degree, self.model.kv_heads))
 
     def prefill_seconds(self, tokens: int, degree: int) -> float:
-        """Returns the seconds of computing `tokens` tokens at once."""
+        """Returns the seconds of computing `tokens` tokens in one pass."""
         flops = tokens * self.model.linear_flops()
         return flops / (PEAK_FLOPS * LINEAR_UTILISATION * self.scale * degree) + STEP
 
@@ -100,12 +101,12 @@ class Hardware:
     # --- the other stages -------------------------------------------------------------------------------
 
     def train_seconds(self, tokens: int, gpus: int, update: bool = True) -> float:
-        """Returns the seconds of the gradients of `tokens` tokens (prompts and responses, every sample with its prompt)
-        on `gpus` GPUs, with the log-probs of the reference and of the policy before the step, and with `update`, the
-        optimizer's step."""
+        """Returns the seconds of training on `tokens` tokens (prompts and responses, every sample with its prompt) on
+        `gpus` GPUs: the log-probs of the reference and of the policy before the step, the gradients, and, with
+        `update`, the optimizer's step."""
         passes = 1 + BACKWARD + REFERENCE + OLD_LOGPROBS
         seconds = tokens * passes * self.model.linear_flops() / (PEAK_FLOPS * self.utilisation * self.scale * gpus)
-        # The optimizer reads and writes 16 bytes of state a parameter.
+        # The optimizer reads 16 bytes of state a parameter, and writes as many.
         optimizer = 2 * 16 * parameters(self.model) / (gpus * BANDWIDTH * BANDWIDTH_UTILISATION * self.scale)
         return seconds + (optimizer if update else 0.0)
 

@@ -5,9 +5,9 @@
     reverse  strings to write backwards                         text only
 
 Each data set has a folder whose name contains a hash of its recipe: another recipe has another folder, and an existing
-folder is never rebuilt. It is built completely or not at all: files are written to a temporary folder that is renamed
-at the end. A killed build leaves only the temporary folder; the next build removes it. Two builds at once wait for each
-other by a file lock.
+folder is never rebuilt. A folder is built completely or not at all: files are written to a temporary folder that is
+renamed at the end. A killed build leaves only the temporary folder; the next build removes it. A file lock lets only
+one process build at a time.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def digest(recipe: Recipe) -> str:
 
 
 def build_once(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
-    """Creates `folder` by `write(temporary folder)`, unless it exists already.
+    """Creates `folder` by `write(temporary folder)`, unless `folder` exists already.
 
     Raises `DataError` if the disk is full or the folder cannot be written to; then there is no `folder`.
     """
@@ -87,7 +87,7 @@ def build_once(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> N
             if folder.is_dir():  # another process built it while this one waited
                 return
             prefix = f".{folder.name}.building-"
-            for dead in folder.parent.glob(f"{prefix}*"):  # this process holds the lock: nobody writes to them
+            for dead in folder.parent.glob(f"{prefix}*"):  # left by killed builds, since this process holds the lock
                 shutil.rmtree(dead, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as name:
                 temporary = pathlib.Path(name)

@@ -16,7 +16,7 @@ from PIL import Image
 from ..base.errors import DataError
 from .embedded import Record, write_manifest, write_manifests
 
-# The window moves by (dy, dx); the picture in it seems to move the other way.
+# The window moves by (dy, dx); the picture in the window seems to move in the opposite direction.
 DIRECTIONS = {"left": (0, 1), "right": (0, -1), "up": (1, 0), "down": (-1, 0)}
 
 
@@ -25,7 +25,7 @@ class PansRecipe:
     version: int = 2  # grows when the code below changes the data
     seed: int = 0
     train: int = 4000  # clips
-    warm_start: int = 60  # the first training clips: the warm start uses them
+    warm_start: int = 60  # clips of the warm start: the first training clips
     held_out: int = 400
     held_out_photos: tuple[str, ...] = ("china", "flower", "coffee.png", "chelsea.png", "rocket.jpg")
     # Drawings, patterns and frames of an animation have no texture in which motion shows.
@@ -44,7 +44,7 @@ class PansRecipe:
     fps: int = 8
     speeds: tuple[int, ...] = (2,)  # pixels a frame
     min_contrast: float = 18.0  # standard deviation of the pixels over the clip
-    # mean gradient along each axis, divided by the contrast: edges along an axis show no motion along it
+    # mean difference of pixels two apart, divided by the contrast: motion shows only along an axis with differences
     min_gradient: float = 0.25
     contrast: float = 55.0  # every clip is brought to this standard deviation, about mid-grey
     crf: int = 20

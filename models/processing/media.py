@@ -1,8 +1,8 @@
 """Turns a medium, or some of its frame pairs, into patches, which depend only on its file and `MediaSettings`.
 
 Patches of one medium stand in window order. Windows never cross a frame pair, so that frame pair `k` of a medium of the
-grid `(pairs, rows, columns)` begins at row `k * rows * columns`. A prompt's patches are those of its media, one medium
-after another. Patches are bytes until they are normalised: floats would take four times the memory.
+grid `(pairs, rows, columns)` begins at patch `k * rows * columns`. A prompt's patches are those of its media, one
+medium after another. Patches are bytes until they are normalised: floats would take four times the memory.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MediaSettings:
 
     @property
     def digest(self) -> str:
-        """A name of the settings; settings with one name turn every file into the same patches."""
+        """A name of the settings; settings with the same digest turn every file into the same patches."""
         return _digest(self)
 
     @property
@@ -99,16 +99,16 @@ class MediaSettings:
         return Medium("video", grid, seconds_per_grid(seconds, len(indices), patch), seekable, times)
 
     def glance(self, kind: str, source: Source, *, count: bool = False) -> tuple[Medium, bool]:
-        """Returns (the medium by its header, whether that is certain). It is uncertain if the number of frames comes
-        from a video's header; `count` reads all packets instead, without decoding them. Raises MediaError if the header
-        or the packets show that the file can't be used."""
+        """Returns (the medium, whether the medium is certain). A medium is uncertain if the number of frames comes from
+        a video's header. With `count`, or if the header shows no usable medium, all packets of a video are read,
+        without decoding. Raises MediaError if the file can't be used."""
         facts = self.facts(kind, source, count=count)
         found = self.medium_by(kind, source_name(source), facts)
         return found or (self.medium_of(kind, source_name(source), self.facts(kind, source, count=True)), True)
 
     def medium_by(self, kind: str, name: str, facts: Facts) -> tuple[Medium, bool] | None:
-        """Returns (the medium that has these facts, whether that is certain); None if only a count can tell. Raises
-        MediaError for a medium that can't be used."""
+        """Returns (the medium that has these facts, whether the medium is certain); None if only a count of the frames
+        can show whether the file can be used. Raises MediaError for a file that can't be used."""
         try:
             return self.medium_of(kind, name, facts), facts.counted
         except MediaError:
@@ -129,7 +129,7 @@ class MediaSettings:
 
         def keep(slot: int, count: int, pixels: np.ndarray) -> None:
             nonlocal patches, grid
-            if slot == 0:  # perhaps again: the header was wrong about the frames
+            if slot == 0:  # perhaps for the second time: the header was wrong about the frames
                 frames.clear()
             frames.append(pixels)
             last = slot + 1

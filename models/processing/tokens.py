@@ -1,5 +1,5 @@
-"""Tokenizers and chat templates of checkpoint folders, put together from their several files, and rendered, as
-transformers does."""
+"""Reads tokenizers and chat templates from the files of a checkpoint folder, and renders templates, as transformers
+does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def read_settings(folder: pathlib.Path) -> JsonObject:
-    """Returns tokenizer_config.json; if it lacks `added_tokens_decoder`, with the settings of older files."""
+    """Returns tokenizer_config.json; without `added_tokens_decoder` in it, with the settings of two older files."""
     settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
         settings |= read_json(folder / "special_tokens_map.json")
@@ -59,7 +59,7 @@ def load_tokenizer(folder: pathlib.Path, settings: JsonObject) -> Tokenizer:
 
 
 def named_tokens(settings: JsonObject) -> dict[str, str]:
-    """The special tokens that have a name, such as `bos_token`. The files have them as texts or as dictionaries."""
+    """The special tokens that have a name, such as `bos_token`. The files have texts or dictionaries for them."""
     entries = ((name, entry.get("content") if isinstance(entry, dict) else entry) for name, entry in settings.items())
     return {name: token for name, token in entries if name.endswith("_token") and token and isinstance(token, str)}
 
@@ -71,7 +71,7 @@ def find_template(folder: pathlib.Path) -> str:
         return file.read_text(encoding="utf-8")
     template = read_json(folder / "chat_template.json").get("chat_template")
     template = template or read_json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):  # several named templates
+    if isinstance(template, list):  # templates by name
         template = next((entry["template"] for entry in template if entry["name"] == "default"), "")
     return template or ""
 
@@ -79,12 +79,12 @@ def find_template(folder: pathlib.Path) -> str:
 @functools.cache
 def _environment() -> jinja2.Environment:
     """The environment in which templates are rendered, as in transformers."""
-    import jinja2.ext  # takes a tenth of a second, and few runs have a template
+    import jinja2.ext  # takes a tenth of a second
     import jinja2.nodes
     import jinja2.sandbox
 
     class GenerationTag(jinja2.ext.Extension):
-        """The tag around an assistant's messages, which training code reads. Its content is rendered like any other."""
+        """The tag around an assistant's messages. The content of the tag is rendered as if there were no tag."""
 
         tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 

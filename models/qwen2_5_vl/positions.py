@@ -1,10 +1,10 @@
 """The rotary positions of a prompt with images and videos (M-RoPE), in numpy on the host.
 
-Text advances all three axes together. A medium spreads over (time, row, column); its time axis runs in
-`tokens_per_second` ticks for a video and stands still for an image. Text and answers behind a medium continue
-one behind the largest position of all three axes: a long video's time axis counts. The authors' own code
-does so (transformers pull request 35569), and so do SGLang, vLLM and transformers up to 5.2; from 5.3 on,
-transformers' `get_rope_index` counts the spatial sides only inside a prompt, but starts the answer behind all three.
+Text advances all three axes together. A medium extends over (time, row, column). The time axis advances by
+`tokens_per_second` for each second of a video, and stands still for an image. Text behind a medium begins one behind
+the largest position of all three axes: a long video's time axis counts. The authors' own code does so (transformers
+pull request 35569), and so do SGLang, vLLM and transformers up to 5.2. From 5.3 on, transformers' `get_rope_index`
+counts only rows and columns inside a prompt, but starts the answer behind all three axes.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def rope_index(
     """Positions `[3, T]` (time, row, column; i32) and the position of the first generated token.
 
     `token_ids_T` has its media placeholders expanded: one run of `image_token_id` or `video_token_id` for each grid.
-    `seconds_per_grid` is the time that one frame pair of each video spans.
+    `seconds_per_grid` has the seconds that one frame pair spans, for each video.
     Raises ValueError if the runs and the grids do not match.
     """
     token_ids_T = np.asarray(token_ids_T)

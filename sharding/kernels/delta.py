@@ -1,7 +1,7 @@
 """The gated delta rule (Gated DeltaNet, arXiv:2412.06464) over packed rows, in chunks of matrix products.
 
-Each value head has a state, a matrix `[H, J]` from keys to values. A token decays it, corrects what it holds under the
-token's key, and reads it:
+Each value head has a state, a matrix `[H, J]` from keys to values. A token decays the state, corrects the value under
+the token's key, and reads the value under the token's query:
 
     S = exp(log_decay) * S;  S = S + k (beta * (v - S^T k))^T;  out = S^T q
 
@@ -9,9 +9,9 @@ Within a chunk of C tokens that begins with S, the corrections U are the solutio
 transform of DeltaNet, arXiv:2406.06484), and only two products a chunk depend on the chunk before:
 `U = U0 - W S` and the next state. `PackedRuns` says with which state a chunk begins.
 
-Blocks of chunks are computed in turn. The backward pass computes a block again, from the state before it, so that
-memory holds the states of one block, not of all tokens. Everything is float32 with full precision: TF32 would lose
-three digits.
+Blocks of chunks are computed one after another. The backward pass computes a block again, from the state before the
+block, so that memory holds the states of one block, not of all tokens. Everything is float32 with full precision: TF32
+would lose three digits.
 
 Axes of this file: `N` chunks of `C` cells; `K` key heads, each read by `R` value heads (`V = K * R`); `H` numbers of a
 key, `J` of a value; `X` channels of the convolution: queries, keys, values of all heads.
@@ -32,8 +32,8 @@ from .runs import TAIL, ChunkStart, PackedRuns
 
 BLOCK = 8  # chunks of a block; from 4 to 32, memory grows, and on CPUs the time is the same
 UNROLL = 1  # chunks of an iteration of the loop over states
-SMALL = 8  # rows; a library's product of smaller matrices costs more than the sums
-NORM_EPS = 1e-6  # of the norms of queries and keys, under the root of the sum of squares
+SMALL = 8  # most rows of matrices that are multiplied as sums, which then cost less than a library's product
+NORM_EPS = 1e-6  # added to the sum of squares of a query or key, under the root
 
 _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
@@ -41,8 +41,8 @@ _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, prefer
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeltaInputs:
-    """The inputs that a layer hands to whoever mixes its tokens: queries, keys and values before the convolution; the
-    logarithm of the decay, at most 0, and beta, 0 to 1, both float32; the convolution's weight, oldest token first."""
+    """The inputs of the mixing of a layer's tokens: queries, keys and values before the convolution; the logarithm of
+    the decay, at most 0, and beta, 0 to 1, both float32; the convolution's weight, oldest token first."""
 
     channels_BTX: Any
     log_decay_BTV: Any
@@ -71,13 +71,13 @@ def delta_rule(
 ) -> tuple[Float[Array, "B T V J"], DeltaState]:
     """Convolution and delta rule over packed rows. Returns (outputs, the state behind each row's last run).
 
-    Outputs are float32, and zero at padding. A table that was made with `given` needs the `state` before the rows. The
+    Outputs are float32, and zero at padding. `runs` that were made with `given` need the `state` before the rows. The
     backward pass computes `block` chunks at a time.
     """
     x, runs = inputs.channels_BTX, jax.tree.map(jnp.asarray, runs)
     B, N, C = runs.columns_BNC.shape
     given = new_state(heads, B, x.dtype) if state is None else state
-    x_BSX = jnp.concatenate([x, given.channels_B3X.astype(x.dtype)], axis=1)  # as the table counts columns
+    x_BSX = jnp.concatenate([x, given.channels_B3X.astype(x.dtype)], axis=1)  # `runs` counts columns in this order
     columns, cells = runs.columns_BNC.reshape(B, N * C), runs.cells_BT
 
     def blocks(x: Array, value: int = 0) -> Array:
@@ -105,7 +105,7 @@ def delta_rule(
 
 
 def delta_step(inputs: DeltaInputs, heads: DeltaHeads, state: DeltaState) -> tuple[Float[Array, "B 1 V J"], DeltaState]:
-    """Convolution and delta rule of one token a row, for decoding. Returns (outputs, float32; states behind them)."""
+    """Convolution and delta rule of one token a row, for decoding. Returns (outputs, float32; new states)."""
     x_B4X = jnp.concatenate([state.channels_B3X.astype(inputs.channels_BTX.dtype), inputs.channels_BTX], axis=1)
     q, k, v = (x[:, 0] for x in _queries_keys_values(_convolved(x_B4X, inputs.conv_XS), heads))
     log_decay, beta = (_grouped(x[:, 0], heads)[..., None] for x in (inputs.log_decay_BTV, inputs.beta_BTV))
@@ -123,7 +123,7 @@ def _grouped(x: Array, heads: DeltaHeads, axis: int = 1) -> Array:
 
 
 def _convolved(x: Float[Array, "*rows S X"], weight: Float[Array, "X 4"]) -> Float[Array, "*rows T X"]:
-    """The causal convolution of each channel and SiLU, float32: `T = S - 3` results, the first from the first four."""
+    """The causal convolution of each channel and SiLU, float32: `T = S - 3` results, each from four tokens."""
     tokens = x.shape[-2] - TAIL
     wide, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     shifted = (wide[..., i : i + tokens, :] for i in range(TAIL + 1))
@@ -140,8 +140,9 @@ def _queries_keys_values(x: Float[Array, "*rows X"], heads: DeltaHeads) -> tuple
 
 
 def _block(heads: DeltaHeads, conv_XS: Array, carry: tuple[Array, Array], chunks: tuple[Array, ...]) -> tuple:
-    """Chunks `[n, B, ...]` in turn: their channels with the three tokens before, log_decay, beta, `ChunkStart`. The
-    carry has the state and the kept state of a prompt, `[B, K, R, H, J]`. Outputs are `[n, B, C, K, R, J]`."""
+    """Computes the chunks `[n, B, ...]` of a block. `chunks` are the channels, with three tokens before each chunk,
+    log_decay, beta and `ChunkStart`. `carry` is the state and the kept state of a prompt, `[B, K, R, H, J]`. Outputs
+    are `[n, B, C, K, R, J]`."""
     channels, log_decay, beta, start = chunks
     q, k, v = _queries_keys_values(_convolved(channels, conv_XS), heads)
     q, k, v = jnp.moveaxis(q, 2, 3), jnp.moveaxis(k, 2, 3), jnp.moveaxis(v, 2, 4)  # [n, B, K, C, H], [n, B, K, R, C, J]
@@ -168,8 +169,8 @@ def _block(heads: DeltaHeads, conv_XS: Array, carry: tuple[Array, Array], chunks
 def _states(
     corrections: Array, reads: Array, writes: Array, decay: Array, start: Array, carry: tuple[Array, Array]
 ) -> tuple[Array, Array, tuple[Array, Array]]:
-    """The recurrence from chunk to chunk. `corrections` `[n, ..., C, J]` are those of a chunk that begins with S = 0;
-    `reads @ S` is subtracted from them, `writes^T @ corrections` is added to the decayed S.
+    """The recurrence from chunk to chunk. The argument `corrections` `[n, ..., C, J]` holds for chunks that begin with
+    S = 0. `reads @ S` is subtracted from `corrections`; then `writes^T @ corrections` is added to `decay * S`.
 
     Returns (the state S with which each chunk begins, corrections, carry).
     """
@@ -232,7 +233,7 @@ def _solved_forward(system: Array, right: Array) -> tuple[Array, tuple[Array, Ar
 def _solved_backward(residuals: tuple[Array, Array], d_solved: Array) -> tuple[Array, Array]:
     inverse, solved = residuals
     d_right = _dot("...CS,...CJ->...SJ", inverse, d_solved)
-    d_system = -_dot("...CJ,...SJ->...CS", d_right, solved)  # the caller masks its upper triangle
+    d_system = -_dot("...CJ,...SJ->...CS", d_right, solved)  # the caller masks the upper triangle
     return d_system, d_right
 
 
@@ -264,7 +265,7 @@ def _small_dot(a: Array, b: Array) -> Array:
 
 @jax.custom_vjp
 def _exchange(x: Float[Array, "B T X"], there_BS: Int[Array, "B S"], back_BT: Int[Array, "B T"]) -> Array:
-    """`x[there]`, zero where `there` is -1. `back` is the inverse, so that gradients are gathered, not scattered."""
+    """`x[there]`, zero where `there` is -1. `back` is the inverse of `there`: gradients are gathered, not scattered."""
     return _taken(x, there_BS)
 
 

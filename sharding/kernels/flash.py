@@ -2,7 +2,8 @@
 
 Scores are cut into tiles. Lists say which tiles of keys each tile of queries visits, and which tiles of queries each
 tile of keys visits for its gradients. The device computes the lists from the least and largest segment and branch of
-each tile, once for all layers. Padding, other segments and other branches cost nothing; memory is linear in the length.
+each tile, once for all layers. Tiles of padding, or of different segments or branches, are not visited. Memory is
+linear in the length.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..mesh import Tiling, launch, runs_triton, target
 # Says, while a program is traced, whether the kernels can compute attention over these arrays (see `runs_triton`).
 chosen = functools.partial(runs_triton, multiple=8, most=128)
 
-Like: TypeAlias = jax.ShapeDtypeStruct | None  # describes the queries of all layers, if they are the same in all
+Like: TypeAlias = jax.ShapeDtypeStruct | None  # shape and dtype of the queries of every layer; None: unknown
 KERNELS = ("forward", "query_gradients", "key_gradients")
 
 
@@ -35,8 +36,8 @@ class Visits:
     lists: tuple[tuple[Any, Any], ...]  # results of `tile_lists`
     tilings: tuple[Tiling, ...] = dataclasses.field(metadata={"static": True})
     causal: bool = dataclasses.field(metadata={"static": True})
-    ahead: int = dataclasses.field(default=0, metadata={"static": True})  # keys of a row before the first query's
-    fill: int = dataclasses.field(default=0, metadata={"static": True})  # of these, padding before the row's own keys
+    ahead: int = dataclasses.field(default=0, metadata={"static": True})  # keys of a row before the first query's key
+    fill: int = dataclasses.field(default=0, metadata={"static": True})  # the part of `ahead` that is padding
 
 
 def visits_of(
@@ -46,9 +47,9 @@ def visits_of(
     queries: Array | jax.ShapeDtypeStruct,
     ahead: int = 0,
 ) -> Visits:
-    """The lists of rows whose `ahead` first keys have no query, for the dtype and the head size of `queries`, which the
-    kernels must know (`chosen`). Call it outside the loop over layers: a layer that is computed again would list the
-    tiles again."""
+    """Returns the lists of rows whose first `ahead` keys have no query. `queries` give the dtype and the head size;
+    `chosen(queries)` must be true. Call this outside the loop over layers: a layer that is computed again would list
+    the tiles again."""
     capability = target().capability
     tilings = tuple(tiling_of(kernel, queries.dtype, queries.shape[-1], capability) for kernel in KERNELS)
     largest = max(size for tiling in tilings for size in tiling.sizes)
@@ -65,10 +66,10 @@ def visits_of(
 
 
 def tiling_of(kernel: str, dtype: Any, head: int, capability: int) -> Tiling:
-    """The tiles of queries and keys of a kernel: the largest tiles that ptxas fits into registers.
+    """The sizes of a kernel's tiles of queries and keys: the largest tiles that ptxas fits into registers.
 
     Only the settings of bfloat16 heads of 128 on Hopper were timed on a GPU (`benchmarks/results/gpu_h100.json`).
-    There, `key_gradients` is a fifth quicker with tiles that spill some registers.
+    An exception is `key_gradients` there, which is a fifth quicker with tiles that spill some registers.
 
     Tensor cores of Hopper and of data centres' Blackwell read from shared memory, which leaves more registers free.
     These GPUs also have more shared memory: 227 KiB, while other GPUs have 99 KiB at least.
@@ -96,7 +97,7 @@ def forward(
     query for every key (S = T) have gradients.
 
     Scores, softmax and sums are float32. A product of float32 numbers is computed by three products of TF32 or six of
-    bfloat16, which is about as exact. Returns the outputs and the arrays that `backward` needs. One of these is the log
+    bfloat16, which are about as exact. Returns the outputs and the arrays that `backward` needs. One array is the log
     of the sum of exponentiated scores, `[B, N, T]` float32, 0 where a query reaches no key.
     """
     B, T, N, _ = q.shape
@@ -108,7 +109,7 @@ def forward(
 def backward(kept: tuple, dout: Array) -> tuple[Array, Array, Array, None]:
     """Gradients of q, k and v, summed in float32 and returned in the dtypes of q, k and v."""
     q, k, v, out, lse, visits = kept
-    # Not written as a matrix product, which a GPU might compute in TF32.
+    # This is no matrix product, because a GPU might compute a matrix product in TF32.
     slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     arrays, like = (q, k, v), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
     (dq,) = _call("query_gradients", arrays, (dout, lse, slope), visits, like[:1])
@@ -162,7 +163,7 @@ def tile_table(
     most = jnp.iinfo(jnp.int32).max
 
     def ends(x: Array, size: int) -> tuple[Array, Array, Array]:
-        """(least, largest value of each tile's real tokens, an empty range if it has none; whether all are real)."""
+        """Each tile's (least value, largest value, whether all tokens are real); only real tokens have values."""
         real = (segments != 0).reshape(segments.shape[0], -1, size)
         x = x.astype(jnp.int32).reshape(real.shape)
         return jnp.where(real, x, most).min(axis=2), jnp.where(real, x, -1).max(axis=2), real.all(axis=2)

@@ -1,7 +1,7 @@
 """The Triton kernel of attention over pages, for one new token a sequence.
 
 `paged` launches it. A program computes the query heads of one KV head over one part of one sequence: tiles of `KEYS`
-entries, whose pages it looks up. Products accumulate in float32; the running softmax is to base 2.
+entries (tokens of the cache), found through `pages`. Products accumulate in float32; the running softmax is to base 2.
 
 Arrays are dense: q `[B, N, H]`; k and v `[L, C, K, PAGE, H]`; pages `[B, width]` and length, part_tiles `[B]` int32;
 sums `[B, parts, N, H]`, totals and peaks `[B, parts, N]` float32.

@@ -1,4 +1,4 @@
-"""One TCP connection between each two processes: messages, a heartbeat, and the news of a death at once.
+"""One TCP connection between each two processes: messages, a heartbeat, and immediate news of a death.
 
 A message is a line of JSON; its field `bytes` says how many bytes of data follow. Nothing is unpickled.
 """
@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping
 
 Message = dict[str, str]
 
-_LINE = 1 << 16  # bytes of a line
-MOST = 1 << 30  # bytes of data after a line
-_PARTS = 512  # parts that one call sends; Linux takes 1,024
+_LINE = 1 << 16  # most bytes of a line
+MOST = 1 << 30  # most bytes of data after a line
+_PARTS = 512  # most buffers that one `sendmsg` sends; Linux takes 1,024
 _LAST_WORDS = 2.0  # seconds for which peers that read nothing may delay `tell_all`
 _SEND_BUFFER = 1 << 20  # bytes
-_EVERY = 0.5  # seconds between two calls of `widen_send_buffers`: a program's first collectives open connections
-_OPEN_FILES = "/proc/self/fd"  # exists on Linux; other systems keep their buffers
+_EVERY = 0.5  # seconds between two calls of `widen_send_buffers`
+_OPEN_FILES = "/proc/self/fd"  # exists on Linux only; other systems keep their send buffers
 
 
 class LinkError(RuntimeError):
@@ -45,7 +45,7 @@ class Wire:
         return cls(end, end.makefile("rb"), threading.Lock())
 
     def write(self, message: Message, *data: bytes) -> None:
-        """Sends a message, then `data`; if there are any, the message's field `bytes` is their total length.
+        """Sends a message, then `data`, whose total length must be the message's field `bytes`.
 
         Sending copies no data.
         """
@@ -64,7 +64,7 @@ class Wire:
                 waiting[: whole + 1] = [memoryview(waiting[whole])[sent:]]
 
     def read(self) -> tuple[Message, bytes] | None:
-        """Returns the next message and its data; None at the end. Raises ValueError if it is incomplete or too long."""
+        """Returns the next message and its data; None at the end. Raises ValueError for a cut or too long message."""
         line = self.lines.readline(_LINE)
         if not line:
             return None
@@ -89,8 +89,8 @@ class Wires:
     order, and `gone(process, why)` once, after the last message; both from the thread that listens to this peer.
 
     A peer that sends no byte for `timeout` seconds is gone. A thread of every process sends at least five heartbeats in
-    this time: they stop only if the process is stopped, is cut off, holds the interpreter lock that long, or has a
-    peer that reads nothing.
+    this time. Heartbeats stop only if the process is stopped, is cut off, holds the interpreter lock, or has a peer
+    that reads nothing.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Wires:
         threading.Thread(target=self._beat, name="link-heartbeat", daemon=True).start()
 
     def send(self, process: int, message: Message, *data: bytes) -> None:
-        """Sends a message to a peer. Never raises: if the peer is gone, `gone` reports it after its last message."""
+        """Sends a message to a peer. Never raises: `gone` reports a lost peer, after the peer's last message."""
         try:
             self._wires[process].write(message, *data)
         except TimeoutError:  # the peer's buffers were full for the whole time-out, and the message is incomplete
@@ -130,8 +130,8 @@ class Wires:
             thread.join(max(end - time.monotonic(), 0.0))
 
     def close(self) -> None:
-        """Ends sending, and goes on listening until the peers close, too: a socket closed earlier would reset the
-        connection, and messages under way would be lost."""
+        """Ends sending, and goes on listening until the peers close, too. Closing a socket earlier would reset the
+        connection and lose messages under way."""
         self._closed.set()
         for wire in self._wires.values():
             self._hang_up(wire, socket.SHUT_WR)

@@ -2,13 +2,13 @@
 
 A unit is some weights of a stack of layers, fetched layer by layer, or weights outside all stacks, fetched at once. A
 row holds FSDP's slices of these weights, one after another, so that a fetch is one transfer from each owner and a push
-is one transfer to each. Programs on the mesh make rows from parameters, and gradients in the parameters' layout from
-rows.
+is one transfer to each owner. Programs on the mesh make rows from parameters, and make gradients, laid
+out like the parameters, from gradient rows.
 
-A weight that FSDP can't cut over all devices has copies. Each holder of a copy owns a part of it, padded to equal
-lengths, so that every element has one owner. If `group` is less than the number of devices, the devices of a group (a
-host) together hold the rows of all devices. Publishing gathers these rows over the groups; at the end of the minibatch
-their gradients are summed and scattered over the groups (hybrid sharding, ODC paper section 6.1).
+A weight that FSDP can't cut over all devices has copies. Each device with a copy owns a part of the weight, padded to
+equal lengths, so that every element has one owner. If `group` is less than the number of devices, the devices of a
+group (a host) together hold the rows of all devices. Publishing gathers the rows over the groups; at the end of the
+minibatch, gradient rows are summed and scattered over the groups (hybrid sharding, ODC paper section 6.1).
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class RowPiece:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Weights that lie one after another in a row, one row for each layer; `layers` is their number of layers, 0 for
+    """Weights that lie one after another in a row, one row for each layer; `layers` is the number of layers, 0 for
     weights outside all stacks."""
 
     pieces: tuple[RowPiece, ...]
@@ -105,7 +105,7 @@ class ParameterRows:
     def whole(
         self, units: Sequence[int], rows: Sequence[Sequence[jax.Array]], leaves: Sequence[int]
     ) -> list[jax.Array]:
-        """Makes the complete weights `leaves` (of one layer) from rows of `units`, one of each device of a group."""
+        """Makes the complete weights `leaves` (of one layer) from one row of each unit and device of a group."""
         found: dict[int, jax.Array] = {}
         for unit, unit_rows in zip((self.units[number] for number in units), rows, strict=True):
             # [group, outer, size] -> [devices, size]: device `n` is member `n % group` of group `n // group`

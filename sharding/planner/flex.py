@@ -1,12 +1,12 @@
-"""Planners of sequences: `ulysses` gives all of them one degree, FlexUlysses gives each its own degree, so that all
-devices compute for equally long and little is sent.
+"""Planners of sequences: `ulysses` gives all sequences one degree. FlexUlysses gives each sequence its own degree, so
+that all devices compute for equally long and little is sent.
 
 FlexUlysses has two objectives. First, the tokens of a device are within the memory limit, and the largest compute load
 is within `Limits.tolerance` of the smallest possible (if not both can be met, memory counts a hundred times). Second,
 among plans that are equal so far, traffic is little. A placement without any sharding is the plan if it reaches the
-first objective. Otherwise sequences descend the tree of device groups; then pairs of groups exchange them
-(`placement`). This takes milliseconds and is nearly always good. If it is not, a search (`search`) follows, and the
-best placement of all is the plan.
+first objective. Otherwise sequences descend the tree of device groups; then pairs of groups exchange sequences
+(`placement`). This takes milliseconds, and the placement is nearly always good. If it is not, a search (`search`)
+follows, and the best placement of all is the plan.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from .placement import Descent, Exchange, blocks, dealt, largest, score
 from .plan import Limits, Placement, PlanError, Problem, ShardPlan, pose
 from .search import redealt, search, top_degree
 
-TRIALS = 64  # pairs of groups that exchange, about 0.1 ms each; more of them if devices are few or many
+TRIALS = 64  # pairs of groups that exchange, about 0.1 ms a pair; more pairs if devices are few or many
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # tried if a cost model can choose between the plans
-MANY = 128  # more devices than this get no double `TRIALS`, no repair, and fewer tolerances to choose from
+MANY = 128  # for more devices, `TRIALS` is not doubled, nothing is repaired, fewer tolerances are tried
 EIGHT, LITTLE = 8, 0.85  # a good plan sends at most LITTLE times the tokens that degree EIGHT for all sequences sends
 EPS = 1e-9
 
@@ -81,7 +81,7 @@ def _plan(problem: Problem, *, quick: bool = False) -> ShardPlan:
     except PlanError:
         if problem.max_degree == 1 or not problem.limits.tokens_per_device:
             raise
-    # Memory is short: all sequences at the highest degree, the blocks as even as possible.
+    # Memory is short: all sequences get the highest degree, in blocks that are as even as possible.
     tokens = problem.lengths_I * (problem.num_devices / float(problem.lengths_I.sum()) / problem.max_degree)
     block_I = blocks(np.array([tokens, tokens]), problem.num_devices // problem.max_degree, np.array([0.01, 0.03]))
     return problem.plan([problem.max_degree] * len(block_I), [block * problem.max_degree for block in block_I])
@@ -104,7 +104,7 @@ def _unsharded(problem: Problem, quick: bool) -> Placement | None:
 
 
 def _sharded(problem: Problem, quick: bool) -> Placement:
-    """The first good placement, or else the best of all rungs; `quick` tries the first rungs only."""
+    """The first good placement of `_rungs`, or else the best; `quick` tries the first rungs only."""
     if problem.max_degree == 1:
         ways = (dealt(problem, 1), longest_first(problem.work_I, problem.num_devices), redealt(problem, 1))
         return min((([1] * len(firsts), firsts) for firsts in ways), key=lambda placement: score(problem, placement))
@@ -132,7 +132,7 @@ def _good(problem: Problem, placement: Placement) -> bool:
     if compute > _accepted(problem) * (1 + EPS) or memory > problem.memory_limit * (1 + EPS):
         return False
     shares = np.maximum(problem.work_I / (_accepted(problem) or 1.0), problem.lengths_I / problem.memory_limit)
-    least = _vectors(problem, 2 ** np.ceil(np.log2(np.maximum(shares * (1 - EPS), 1))))  # least degrees
+    least = _vectors(problem, 2 ** np.ceil(np.log2(np.maximum(shares * (1 - EPS), 1))))  # of the least possible degrees
     little = LITTLE * _vectors(problem, np.array(EIGHT))
     return _vectors(problem, np.array(placement[0])) <= max(little, least) * (1 + EPS)
 

@@ -56,7 +56,7 @@ def busiest(devices: Sequence[Microbatches], work_I: np.ndarray) -> float:
 
 
 def as_many_each(work_I: np.ndarray, num_devices: int) -> list[int]:
-    """The device of each sequence: even in work, and in numbers of sequences up to one."""
+    """The device of each sequence: even in work, with numbers of sequences that differ by one at most."""
     bins = karmarkar_karp(work_I, num_devices, equal_size=True)
     return swapped(work_I, bins, num_devices, equal_size=True)
 
@@ -77,7 +77,7 @@ def packed(
     lengths_I: np.ndarray, work_I: np.ndarray, share: list[int], count: int, room: int, by: Sequence[np.ndarray]
 ) -> Microbatches | None:
     """Packs a share into `count` microbatches, heaviest first: even in the first of the amounts `by` whose microbatches
-    all fit; None if none of the amounts fits. With as many microbatches as sequences, each holds one, and all fit."""
+    all fit; None if no amount's microbatches fit. As many microbatches as sequences always fit."""
 
     def order(members: list[int]) -> tuple[float, list[int]]:
         return -float(work_I[members].sum()) if members else 0.0, members
@@ -96,9 +96,9 @@ def karmarkar_karp(
     """Deals items to `count` bins by the largest differencing method (Karmarkar and Karp, 1982); returns their bins.
 
     A partial solution is its bins in decreasing order. The two solutions with the widest spread are joined, the fullest
-    bin of one with the emptiest bin of the other, until one solution is left. Empty bins are not stored. With
-    `equal_size`, a first solution is `count` items of similar work, one in each bin. So every bin gets an item of each
-    first solution, and bins have equal sizes, or differ by one if `count` does not divide the number of items.
+    bin of one with the emptiest bin of the other, until one solution is left. A first solution is one item; its empty
+    bins are not stored. With `equal_size`, a first solution is `count` items of similar work, one in each bin. So bins
+    have equal sizes, or differ by one item if `count` does not divide the number of items.
     """
     amounts = np.asarray(work, float)
     if equal_size:
@@ -144,15 +144,15 @@ def swapped(
     work: Sequence[float] | Sequence[int] | np.ndarray, bins: Sequence[int], count: int, *, equal_size: bool = False
 ) -> list[int]:
     """Improves `bins` by exchanges: the fullest bin gives an item away, for nothing or for another item, if afterwards
-    both bins are emptier than the fullest bin was. The best exchange is made until no exchange helps. The largest sum
-    never grows. `equal_size` allows only items for items, so that bins keep their numbers of items."""
+    both bins are emptier than the fullest bin was. The best exchange is made until no exchange helps, so that the
+    largest sum never grows. `equal_size` allows only items for items, so that bins keep their numbers of items."""
     work_I, bins_I = np.asarray(work, float), np.array(bins, int)
     while True:
         loads = np.bincount(bins_I, work_I, count)
         full = int(loads.argmax())
         inside, outside = np.flatnonzero(bins_I == full), np.flatnonzero(bins_I != full)
         empty_handed = np.arange(0 if equal_size else count)
-        partner = np.concatenate([bins_I[outside], empty_handed])  # the bin that gives this item in return, or nothing
+        partner = np.concatenate([bins_I[outside], empty_handed])  # the bin that gives an item, or nothing, in return
         if not len(inside) or not len(partner):
             return bins_I.tolist()
         given = work_I[inside][:, None] - np.concatenate([work_I[outside], np.zeros(len(empty_handed))])[None]

@@ -1,12 +1,13 @@
-"""A placement is a plan in the making. This file has its score, first blocks, the descent beneath them, the exchange.
+"""A placement is a plan in the making. This file has the score, the first blocks, the descent and the exchange.
 
-The descent places sequences from the largest groups down: some stay on all of a group, its halves share the rest.
-A group of `s` devices has some compute and memory left on each device. A cheapest set of sequences stays on all `s`,
-such that the two halves can share the others within the compute and memory left. All sequences may always stay, so that
-a plan always exists. Few sequences are dealt by trying all ways (left, right, both). Many are dealt by differencing
+The descent places sequences from the largest groups of devices down: some sequences stay on all devices of a group, the
+group's halves share the rest. Each device has some compute and memory left. The cheapest set of sequences stays such
+that the two halves can share the other sequences within these limits. All sequences may always stay, so that a plan
+always exists. Few sequences are dealt by trying all ways (left, right, both). Many are dealt by differencing
 (Karmarkar-Karp, in two resources at once) down to 11 differences, for which all ways are tried.
 
-Then a local search follows: two groups at a time deal their sequences anew, exactly, so that fewer are sharded.
+Then a local search follows: two groups at a time deal up to `FREE` sequences anew, by trying all ways, so that fewer
+sequences are sharded.
 """
 
 import functools
@@ -45,10 +46,10 @@ def dealt(problem: Problem, degree: int) -> list[int]:
 def blocks(amounts: np.ndarray, count: int, room: np.ndarray) -> list[int]:
     """The block, out of `count`, of each sequence: as even as possible in compute and memory at once.
 
-    `amounts`, `[2, sequences]`, are work and tokens in units of a block's target; `room`, `[2]`, is the spare part of
-    these units. The largest sequence goes first, to the least loaded block. The pressure of a block is its excess over
-    1, divided by `room`. Then the block with the most pressure and another block deal their sequences anew, until
-    pressure is at most `GOOD` or falls no more.
+    `amounts`, `[2, sequences]`, are work and tokens in units of a block's target; `room`, `[2]`, is the excess over a
+    target that is allowed. The largest sequence goes first, to the least loaded block. The pressure of a block is its
+    excess over 1, divided by `room`; tokens above `room` count `HARD` times. Then the block with the most pressure and
+    another block deal their sequences anew, until pressure is at most `GOOD` or falls no more.
     """
     if count == 1:
         return [0] * amounts.shape[1]
@@ -184,8 +185,7 @@ class Descent:
 
     def _cases(self, items: list[int], size: int, have: Pair, dust: Pair) -> tuple[np.ndarray, np.ndarray]:
         """Returns `[codes]`, the cost of each way to put `items` left, right or in both (inf if the way does not fit),
-        and the codes. Smaller sequences have compute and memory `dust` in all; they count as a fluid that evens out
-        differences."""
+        and the codes. Smaller sequences have compute and memory `dust` together, which evens out differences."""
         is_left, is_right, stays, code = ternary(len(items))
         amounts = np.array([[self.work[i], self.tokens[i]] for i in items])
         price = np.array([self._price(i, size, have) for i in items])
@@ -242,7 +242,8 @@ def halves(
     members: Sequence[int], work: Sequence[float], tokens: Sequence[float], spare_work: float, spare_tokens: float
 ) -> tuple[float, list[int], list[int]]:
     """Deals `members` to two sides, by Karmarkar-Karp differencing down to `ENTITIES` entries, then by trying all ways.
-    Returns the larger of the sides' differences in work and tokens, each over its spare part, and the sides."""
+    Returns (unevenness, left, right). The unevenness is the larger of the differences in work and tokens, each divided
+    by its spare part; a difference in tokens above the spare part counts `HARD` times."""
     by_work, by_tokens = 1 / spare_work, 1 / spare_tokens
     heap: list[tuple[float, int, float, float, list[int], list[int]]] = []
     for k, i in enumerate(members):
