@@ -57,7 +57,7 @@ class Mix(Generic[Aux]):
 
 class SelfAttention(nnx.Module):
     """Projections of grouped-query attention, with the biases, head norms and output gate that the configuration asks
-    for. A gated layer's `q` has each head's queries, then its gate (`C`)."""
+    for. With a gate, axis `C` of `q` has each head's queries, then the head's gate."""
 
     def __init__(self, config: TextConfig, rngs: nnx.Rngs, stack: int | None) -> None:
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
@@ -177,7 +177,7 @@ class Decoder(nnx.Module):
         head.
 
         Frequencies are dealt to the position axes in sections (M-RoPE), or in turn until an axis has its share
-        (interleaved M-RoPE); a text model has one section, of time.
+        (interleaved M-RoPE). A model without `mrope_section` has one section, of time.
         """
         rope = self.config.text.rope
         frequencies, factor = rotary_frequencies(rope, self.rotary_dim)

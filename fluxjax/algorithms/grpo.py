@@ -6,7 +6,7 @@ The advantage A_i of response i is relative to its group, so that no critic is n
         - entropy_coefficient * entropy,
     r = policy(o_t) / behaviour(o_t),  w = 1
 
-If A_i < 0, the minimum is at least `dual_clip * A_i` (`dual_clipped`). The engine reports the behaviour log-prob of
+With `dual_clip`, the minimum is at least `dual_clip * A_i` if A_i < 0. The engine reports the behaviour log-prob of
 each token that it samples, so r also corrects for differences between engine and trainer. `cfg.importance` chooses
 other definitions of w and r (see `loss`). The KL term may have another estimator, or be in the reward (`regularised`).
 

@@ -24,7 +24,7 @@ MAPPED_FROM = 4 << 20  # bytes; smaller arrays follow their message, because a p
 
 
 class WithArrays(NamedTuple):
-    """A result of msgpack's types, and arrays (uint8) that travel behind it, one message each."""
+    """A result of msgpack's types, and arrays (uint8) that travel behind the result, one message each."""
 
     result: Any
     arrays: Sequence[np.ndarray]

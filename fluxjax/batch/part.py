@@ -110,8 +110,8 @@ class Part:
             sizes["runs"] = max(runs_bound([pieces[i] for i in members], share, n) for members, n in streams)
         if self.media is None:
             return sizes
-        # `media.needs` counts a feature once for each device that shows it, even if it crosses an axis only once. The
-        # cap is a second bound.
+        # `media.needs` counts a feature once for each device that shows it, even if the feature crosses an axis only
+        # once. The cap is a second bound.
         media = self.media.needs(*self._shown()) | {"frame": self._frame}
         return sizes | {n: min(need, self.caps[n]) if n.startswith("send/") else need for n, need in media.items()}
 

@@ -126,13 +126,13 @@ def chunks_needed(columns: int, row: Sequence[Piece], share_prompts: bool) -> in
 
 
 def most_chunks(config: Config) -> int:
-    """Returns the number of chunks of a row of `packing.tokens_per_row` tokens with all sequences of a step."""
+    """Returns the chunks of a row of `packing.tokens_per_row` tokens that has all prompts and responses of a step."""
     columns, rollout = config.packing.tokens_per_row, config.rollout
     return _chunks_of(columns, min(columns, rollout.prompts_per_step * (1 + rollout.group_size)))
 
 
 def runs_bound(pieces: Sequence[Piece], share_prompts: bool, devices: int = 1) -> int:
-    """Returns the number of runs of these pieces a device, for `devices` devices, rounded up to a power of two."""
+    """Returns the number of runs for each of the `devices` that share these pieces, rounded up to a power of two."""
     return _rounded(-(-_runs(pieces, share_prompts) // devices))
 
 

@@ -72,7 +72,7 @@ def _prior_variances(intercept: float, dense: float, words: float) -> np.ndarray
 
 class Level:
     """A recursive ridge regression of ln(length) on `features`, with the variances of ln(length) `within` and `between`
-    prompts. It covers all sources, or one source, shrunk towards its `parent`, the level of all sources.
+    prompts. A level covers all sources, or one source; a source's `parent` is the level of all.
 
     Sufficient statistics are exact; after every few responses the weights are solved for again. Older responses count
     less: the regression looks back about `_MEMORY` responses.
@@ -100,7 +100,7 @@ class Level:
             self._settle()
 
     def learn(self, x: np.ndarray, y: float, weight: float, within: float | None, residual: float) -> None:
-        """Enters a response with its squared deviation `within` its group (None: it is the group's first) and its
+        """Enters a response with its squared deviation `within` its group (None for a group's first response) and its
         squared residual from the regression."""
         # Only the residual of a group's first response counts: the regression knows the group when later responses
         # arrive, so their residuals are too small.

@@ -35,7 +35,7 @@ _FOLDERS = {"", "data", "default"}  # folder names that do not name a subset
 
 
 class ParquetSource:
-    """One file, or the files that `chosen_files` chooses of a folder or a pattern, by local path or URL.
+    """Reads one file, or the files that `chosen_files` chooses; `path` is a file, folder or pattern, local or a URL.
 
     Media columns may hold one item or a list; an item is bytes, a path (relative to the file), or the hub's
     struct of `bytes` and `path`. Raises `DataError` for unreadable files, wrong columns and duplicate ids.

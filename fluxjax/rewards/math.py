@@ -134,7 +134,7 @@ _NAMES = (  # names of units, without a plural's s; slashes separate the names o
     "unit dollar/usd cent euro/eur n/newton j/joule w/watt v/volt hz/hertz mph person/people"
 )
 _UNITS = {name: names.split("/")[0] for names in _NAMES.split() for name in names.split("/")}
-# A single plural behind a number names counted things, unless it changes the number.
+# A single plural behind a number names counted things, unless it is a part of the number, as "millions" is.
 _COUNTED = r"(?!(?:plu|minu|time|thousand|million|billion|dozen|hundred|halve|third|quarter|alway)s)[a-z]{2,}[^s\W\d]s"
 _BASES = re.findall(r"\w+", "two three four five six seven eight nine ten eleven twelve")
 _SIGNS = "\u2212\u2013\u2260\u2264\u2265\u221e\u03c0\u00d7\u00b7\u2205\u00b0\u221a\u2026"

@@ -43,8 +43,8 @@ class PatchEmbed(nnx.Module):
 
 
 class VisionBlock(nnx.Module):
-    """Pre-norm attention and MLP, all with biases. `q`, `k`, `v` are one weight (`C`). `plain` blocks have layer norms
-    and an MLP without gate, other blocks have RMS norms and a gated MLP."""
+    """Pre-norm attention and MLP, all with biases. `q`, `k`, `v` are one weight (axis `C`). `plain` blocks have layer
+    norms and an MLP without gate, other blocks have RMS norms and a gated MLP."""
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs, stack: int | None = None, *, plain: bool = False) -> None:
         D, F, N, H = config.hidden_size, config.intermediate_size, config.num_heads, config.head_dim

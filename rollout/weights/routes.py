@@ -45,7 +45,7 @@ class SyncRoute:
         raise NotImplementedError
 
     def keep(self, wanted: Sequence[Published]) -> None:
-        """Removes files that no version of `wanted` needs. Blocks. Any thread may call it."""
+        """Removes files that neither `wanted` nor a starting server needs. Blocks. Any thread may call it."""
         self._memory.keep(wanted)
 
     def close(self) -> None:
