@@ -33,7 +33,7 @@ _MEMORY = 16_384
 _TYPICAL = math.log(256)  # ln(tokens) of a response, before any observation
 _VARIANCE = 0.6  # variance of ln(length), between prompts and again within a prompt, before any observation
 _STRENGTH = 16  # the number of observations that the prior variance counts as
-_SMALLEST = 1e-4  # the least variance of ln(length): tokens are whole numbers
+_SMALLEST = 1e-4  # the least variance of ln(length): even lengths that the prompt determines are rounded
 
 
 def features(prompt: Prompt) -> np.ndarray:

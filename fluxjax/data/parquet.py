@@ -1,8 +1,8 @@
 """Parquet files as the Hugging Face hub has them: text columns beside lists of embedded images.
 
 Rows are read when they are drawn, a row group at a time; the last few row groups stay in memory. Media are named by
-their cells, and only these names stay in memory. At the start, only two things are read: the ids, to refuse duplicates,
-and the first rows of unused columns, to find media there.
+their cells; the bytes of media do not stay in memory. At the start, only two things are read: the ids, to refuse
+duplicates, and the first rows of unused columns, to find media there.
 """
 
 import bisect

@@ -125,8 +125,8 @@ class FleetPool:
 
     async def set_parallelism(self, degree: int) -> Sequence[FleetEngine]:
         """Wakes the servers of `degree` devices each, with the oldest weights that any engine is to have, and puts all
-        other servers to sleep. The first call starts the servers of all degrees but
-        `parallelism.degree` and puts them to sleep, before the awake servers take the memory."""
+        other servers to sleep. The first call starts the servers of all degrees but `parallelism.degree` and puts them
+        to sleep, before the awake servers take the memory."""
         while self._unlaunched:
             seats = self._unlaunched.pop(0)
             await on_all(seats, lambda seat: seat.wake())
@@ -258,7 +258,7 @@ def check_allocator() -> None:
 
 def _devices(config: Config, model: Decoder, count: int) -> tuple[Device, ...]:
     """Returns the devices of this process that colocated servers use; () if servers are not colocated. Raises
-    `ConfigError` if there are too few, or training leaves no memory."""
+    `ConfigError` if there are too few, and the errors of `check_allocator` and `check_lent`."""
     if not config.servers.colocated:
         return ()
     check_allocator()

@@ -83,7 +83,7 @@ class TailBatching(Rounds):
         return self._close(coordinator, needed)
 
     def _close(self, coordinator: Coordinator, needed: int) -> Sequence[Instruction]:
-        """Defers the prompts that still run, then closes the round. If it has too many groups, the lowest draws win."""
+        """Defers running prompts, then closes the round. If the round has too many groups, the lowest draws win."""
         ledger = coordinator.ledger
         if self._held_unscored(coordinator):
             return []
