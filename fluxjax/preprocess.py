@@ -4,9 +4,9 @@
     python -m fluxjax.preprocess --listen 10.0.0.7:7070 --workers 32 --cache-gib 64
 
 A run starts its own preprocessors (`data.preprocessors`). A preprocessor that is ready prints one line of JSON,
-{"address": "HOST:PORT", "protocol": 2}. It must see the media files under the names that the run knows them by. SIGTERM
-and SIGINT end it. Beyond loopback addresses it needs a token, the variable FLUXJAX_TOKEN, which the run must have, too.
-Wrong input is one line on stderr and exit status 2.
+{"address": "HOST:PORT", "protocol": 2}. It must see the media files under the names that the run uses. SIGTERM and
+SIGINT end it. To listen on other than loopback addresses, it needs a token in the variable FLUXJAX_TOKEN; the run must
+have the same token. Wrong input is one line on stderr and exit status 2.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from .data.flight_server import SliceStore
 
-GRACE = 2.0  # seconds that calls under way have after SIGTERM
+GRACE = 2.0  # seconds that calls under way have after SIGTERM or SIGINT
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

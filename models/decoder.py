@@ -1,11 +1,11 @@
 """The decoder of Qwen2, Qwen2.5 and Qwen3 as a stack of layers: embed -> layer[i] ... -> norm -> head.
 
-The caller hands to each layer what mixes tokens (`Mix`): training masks packed rows, decoding writes and reads a cache.
+The caller hands to each layer the functions that mix tokens (`Mix`): masked for packed rows, with a cache for decoding.
 The caller also chooses how to walk the stack (`sharding.walk`). The functions at the end of this file are the forward
 pass over packed rows: hidden states, log-probabilities of the packed tokens, all logits, and values.
 
-A critic is the decoder of its policy whose output table has a single row: the value of a state is that row times the
-normed hidden state, as a logit would be. Everything else is the decoder's, strategies included.
+A critic is its policy's decoder with a head of a single row: the value of a state is that row times the normed hidden
+state, as a logit would be.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from .layers import (
 )
 
 Rotary: TypeAlias = tuple[Array, Array]  # cosine and sine [B, T, R] of the rotated numbers of a head, float32
-Aux = TypeVar("Aux")  # second result of a mix: keys and values for a cache, or None
+Aux = TypeVar("Aux")  # second result of a mix: keys and values, or a state; None in training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Mix(Generic[Aux]):
 
 class SelfAttention(nnx.Module):
     """Projections of grouped-query attention, with the biases, head norms and output gate that the configuration asks
-    for. A gated layer's `q` has each head's queries, then its gate (`C`)."""
+    for. With a gate, axis `C` of `q` has each head's queries, then the head's gate."""
 
     def __init__(self, config: TextConfig, rngs: nnx.Rngs, stack: int | None) -> None:
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
@@ -119,7 +119,7 @@ class DeepFeatures:
     index_BT: Int[Array, "B T"]
 
     def added(self, x_BTD: Float[Array, "B T D"], layer: Int[Array, ""] | int) -> Float[Array, "B T D"]:
-        """The hidden states behind a layer, with its features."""
+        """The hidden states behind a layer, with the layer's features added."""
         D = x_BTD.shape[-1]
 
         def add(x_BTD: Array) -> Array:
@@ -133,7 +133,8 @@ class DeepFeatures:
 class Decoder(nnx.Module):
     """The model that a strategy or an engine walks: the text models, and the base of all other architectures.
 
-    Architectures differ in `embed` and `features`. A model without `mrope_section` reads row 0 of `positions_3BT` only.
+    Other architectures replace `embed`, `features` or `stack`. A model without `mrope_section` reads only row 0 of
+    `positions_3BT`.
     """
 
     config: DecoderConfig
@@ -150,7 +151,7 @@ class Decoder(nnx.Module):
 
     @property
     def stack(self) -> Stack:
-        """The layers in order. A walk goes through them; the kinds have the names of the model's attributes."""
+        """The layers in their order. A kind of layers has the name of the model's attribute."""
         return Stack({"layers": self.layers}, ("layers",) * self.config.text.num_layers)
 
     def embed(
@@ -161,8 +162,8 @@ class Decoder(nnx.Module):
         vision: VisionInput | None = None,
         features_MX: Float[Array, "M X"] | None = None,
     ) -> tuple[Float[Array, "B T D"], DeepFeatures | None]:
-        """(token embeddings, features that layers add). A text model has no use for the last three arguments and
-        refuses pixels and features."""
+        """(token embeddings, features that layers add). A text model ignores `feature_index_BT`, and raises ValueError
+        for pixels and features."""
         if vision is not None or features_MX is not None:
             raise ValueError("this is a text model; it can't read images or videos")
         return walk.use(self.embedding)(tokens_BT), None
@@ -172,11 +173,11 @@ class Decoder(nnx.Module):
         raise ValueError("this is a text model; it can't read images or videos")
 
     def rotary(self, positions_3BT: Int[Array, "3 B T"]) -> Rotary:
-        """The (cosine, sine) `[B, T, R]` float32 of the positions (time, height, width), of the R rotated numbers of a
+        """(cosine, sine) `[B, T, R]` float32, from positions (time, height, width), for the R rotated numbers of a
         head.
 
         Frequencies are dealt to the position axes in sections (M-RoPE), or in turn until an axis has its share
-        (interleaved M-RoPE); a text model has one section, of time.
+        (interleaved M-RoPE). A model without `mrope_section` has one section, of time.
         """
         rope = self.config.text.rope
         frequencies, factor = rotary_frequencies(rope, self.rotary_dim)
@@ -206,7 +207,7 @@ def split(model: Decoder) -> tuple[nnx.GraphDef[Decoder], Params]:
 
 
 def merge(graphdef: nnx.GraphDef[Decoder], params: Params) -> Decoder:
-    """The model of a structure and its parameters; inside `jax.jit` it costs little."""
+    """The model of a structure and its parameters."""
     return nnx.merge(graphdef, params)
 
 
@@ -227,8 +228,8 @@ def parameter_count(model: nnx.Module) -> int:
 
 def packed_mix(inputs: PackedTokens, queries: jax.ShapeDtypeStruct, heads: DeltaHeads | None = None) -> Mix[None]:
     """The mix of packed rows, under the attention rules of `PackedTokens`. `queries` have the head size and the dtype
-    of all layers' queries; `heads` are those of layers with Gated DeltaNet, if there are any. Raises ValueError for
-    such layers if `inputs` has no table of runs."""
+    of all layers' queries; `heads` are the heads of layers with Gated DeltaNet, if any. For these layers, raises
+    ValueError if `inputs` is not spread and has no table of runs."""
     if inputs.spread is not None:  # devices share sequences
         from sharding.spread.ulysses import spread_attention
 
@@ -288,10 +289,10 @@ def logprobs(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """(log-probability of each token given its predecessor's hidden state, entropy of that distribution), in nats.
 
-    Both are float32, under `softmax(logits / temperature)`, at each token's own temperature if `inputs` has them.
+    Both are float32, under `softmax(logits / temperature)`; temperatures of `inputs`, if any, replace `temperature`.
     If a token has no predecessor (the first of a segment, padding) the values are finite and meaningless.
-    `vocab_chunk` is the most tokens whose logits exist at once; 0 lets `token_logprobs` choose. The softmax leaves
-    out the ids `never_sampled`, as the engine does.
+    `vocab_chunk` is the most tokens whose logits exist at once; 0 lets `token_logprobs` choose. Ids of `never_sampled`
+    have no probability, as in the engine.
     """
     hidden = hidden_states(model, inputs, walk)
     predecessor = jnp.asarray(inputs.predecessor_BT)
@@ -320,7 +321,7 @@ def value_model(policy: Decoder) -> Decoder:
 
 
 def first_weights(policy: Params, critic: Params) -> Params:
-    """The weights that a critic begins with: its policy's own arrays, and a head of zeros, so that all values are 0.
+    """The weights that a critic begins with: the arrays of `policy`, and a head of zeros, so that all values are 0.
     The new head has the shape and sharding of the head in `critic`."""
     table = critic["head"]["table"]
     return {**policy, "head": {"table": jnp.zeros(table.shape, table.dtype, device=table.sharding)}}

@@ -1,8 +1,8 @@
 """Processes of this machine that a run starts, rollout servers above all: command, port, log, and end.
 
-A process that outlives the run would keep its GPU. So this file is a program, too: its arguments are a command, which
-replaces it in the process. On Linux, the process ends when the thread that started it ends; on other systems it may
-outlive the run.
+A process that outlives the run would keep its GPU. So this file is a program, too: it becomes the command that its
+arguments are. On Linux, the process ends when the thread that started it ends; on other systems the process may outlive
+the run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LocalProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self, words: Sequence[str], variables: Mapping[str, str]) -> None:
-        """Runs a command in an environment; if there is no such program, it ends at once, and `log` has the error."""
+        """Runs a command in an environment. If there is no such program, the process ends, and `log` has the error."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
             self._process = subprocess.Popen(
@@ -43,12 +43,12 @@ class LocalProcess:
                 stdout=out,
                 stderr=out,
                 env=variables,
-                start_new_session=True,  # Ctrl-C reaches the run only; the group lets all processes end
+                start_new_session=True,  # Ctrl-C reaches the run only; `_signal` reaches all processes of the command
             )
 
     @property
     def running(self) -> subprocess.Popen[bytes] | None:
-        """The process, if there is one; another thread may end it meanwhile."""
+        """The process; None before `begin` and after `kill`. Another thread may end the process meanwhile."""
         return self._process
 
     @property
@@ -119,7 +119,7 @@ class ServerCommand:
         return [*base, "--skip-server-warmup", "--weight-version", "none", *self.flags]
 
     def variables(self) -> dict[str, str]:
-        """The environment of the process: SGLang finds our extension, and looks at its health without generating."""
+        """The environment of the process. SGLang loads our extension, and its health checks generate nothing."""
         variables = {**os.environ, **self.environment}
         if self.engine == "sglang":
             paths = [str(PLUGIN), *filter(None, [self.environment.get("PYTHONPATH")])]
@@ -135,7 +135,7 @@ class ServerCommand:
 
 
 class LocalServer(LocalProcess):
-    """Starts the command, each time on another free port, and appends its output to `log`."""
+    """Starts the command, each time on a port that is free, and appends its output to `log`."""
 
     def __init__(self, command: ServerCommand, log: pathlib.Path) -> None:
         super().__init__(log)

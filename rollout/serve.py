@@ -1,7 +1,7 @@
 """Serves a local checkpoint to rollouts in other processes: `python -m rollout.serve --model DIR`.
 
 The embedded JAX engine answers the HTTP routes of an SGLang 0.5.23 server, for hosts without SGLang; one client speaks
-to both. When it is ready, it prints one line, `listening on http://HOST:PORT`. SIGTERM and SIGINT end it: running
+to both. A server that is ready prints one line, `listening on http://HOST:PORT`. SIGTERM and SIGINT end it: running
 samples are answered as aborted. Wrong input is one line on stderr and exit code 2.
 """
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from .jax_engine import JaxEngine
     from .serve_app import RolloutServer
 
-GRACE = 10.0  # seconds for the replies of aborted samples: a turn may be compiling
-TURN = 5.0  # seconds for the engine's turn in flight
+GRACE = 10.0  # seconds for the replies of aborted samples, which may wait for a compilation
+TURN = 5.0  # seconds for the program that the engine still runs
 
 
 def _version(text: str) -> str:
@@ -125,4 +125,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # Python would wait for its threads: a turn on the device, or weights being read
+    os._exit(code)  # Python would wait for threads that run programs or read weights

@@ -32,20 +32,21 @@ class RLAlgorithm:
     """The base of all algorithms. An algorithm must define `advantages` and `token_loss`. The other members say what
     the trainer may leave out or must compute; their defaults are right for any algorithm."""
 
-    # Advantages depend on all groups of a step, so they are computed only when the step is complete.
+    # True: advantages depend on all groups of a step, so they are computed only when the step is complete.
     whole_step = False
-    response_ratios = False  # the loss reads `TrainBatch.policy_log_ratios_BT`: a forward pass before each update
-    coupled = False  # the loss joins several responses, and `couple` gives its slopes before each update
-    critic = False  # `advantages` returns the reward of a response's last token; see `fluxjax.algorithms.ppo`
+    response_ratios = False  # True: the loss reads `policy_log_ratios_BT`, from a forward pass before each update
+    coupled = False  # True: the loss joins several responses; `couple` gives its derivatives before each update
+    critic = False  # True: `advantages` returns the reward of a response's last token (`fluxjax.algorithms.ppo`)
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        """Returns the same groups with `Sample.advantage` filled in, from their rewards alone."""
+        """Returns the groups with `Sample.advantage` filled in, which depends on rewards only."""
         raise NotImplementedError
 
     def token_loss(
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
     ) -> LossAndMetrics:
-        """Returns the loss of each token, and named per-token metrics; both are 0 for tokens whose loss weight is 0.
+        """Returns the loss of each token, and named per-token metrics. The values of tokens whose loss weight
+        is 0 are ignored.
 
         A metric of the step is the mean of its values over the trained tokens (`loss_weights_BT != 0`). The learner
         adds the metrics of all algorithms: entropy, and the gap between the engine's log-probs and the trainer's.
@@ -59,9 +60,9 @@ class RLAlgorithm:
         log-probability of each response; and metrics, among them `loss`, the value of the loss.
 
         `groups` have the advantages that `advantages` gave them. `log_ratios` are `log(policy / reference)` in nats,
-        summed over the tokens of a response. They omit responses without a token, and responses with the advantage 0
-        whose group has other advantages. `token_loss` gets the derivatives as advantages: negated, and divided by the
-        loss weights.
+        summed over the tokens of a response. Responses without a token are omitted, and responses with the advantage 0
+        whose group has other advantages. The advantages that `token_loss` gets are the derivatives, negated and divided
+        by the loss weights.
         """
         raise NotImplementedError
 

@@ -1,7 +1,7 @@
 """Messages between a run and its worker process: msgpack over a socket, pixels beside them.
 
-Few pixels follow their message on the socket. Many pixels are copied once, into nameless memory; its open file
-descriptor travels to the other process, which maps it. No file remains, whichever process is killed.
+Few pixels follow their message on the socket. Many pixels are copied once, into nameless memory: the memory's file
+descriptor travels to the other process, which maps the memory. No file remains, whichever process is killed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import msgpack
 import numpy as np
 
 HEADER = struct.Struct(">QQ")  # bytes of the message, and of the pixels that follow it on the socket
-MAPPED_FROM = 4 << 20  # bytes of an array; smaller arrays are copied, because a process may have only 65,530 mappings
+MAPPED_FROM = 4 << 20  # bytes; smaller arrays follow their message, because a process may have only 65,530 mappings
 
 
 class WithArrays(NamedTuple):
-    """A result of msgpack's types, and arrays (uint8) that travel behind it, one message each."""
+    """A result of msgpack's types, and arrays (uint8) that travel behind the result, one message each."""
 
     result: Any
     arrays: Sequence[np.ndarray]
@@ -40,7 +40,7 @@ class Channel:
     def send(
         self, message: Mapping[str, Any], array: np.ndarray | None = None, *, seconds: float | None = None
     ) -> None:
-        """Sends a message, and with it an optional array (uint8), which the caller may change afterwards."""
+        """Sends a message and an optional array (uint8). The caller may change the array afterwards."""
         self.socket.settimeout(seconds)
         memory = None
         if array is not None:

@@ -1,5 +1,5 @@
-"""The time of a run: named spans on lanes, for each step's times and the Gantt picture; the current activity of this
-process in words; and its compilations, which are a stage of their own."""
+"""Records the time of a run as named spans on lanes, for each step's times and the Gantt picture. Says what this
+process does at present, and times its compilations."""
 
 import collections
 import contextlib
@@ -41,7 +41,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, name: str, lane: str, step: int) -> Iterator[None]:
-        """Records the time that its body takes, also if the body fails."""
+        """Records the time of the `with` body as a span, also if the body fails."""
         start = self._clock()
         try:
             with activity(name):
@@ -55,7 +55,7 @@ class Timeline:
             del self._steps[step]
 
     def spans(self) -> list[Span]:
-        """Returns the recorded spans, by start; overlapping spans of one stage, lane and step are joined."""
+        """Returns the recorded spans, sorted by start; overlapping spans of one name, lane and step are joined."""
         kept = itertools.chain.from_iterable(self._steps.values())
         bars = [
             Span(name, lane, start, end, step)
@@ -65,8 +65,8 @@ class Timeline:
         return sorted(bars, key=lambda bar: (bar.start, bar.lane))
 
     def seconds(self, step: int) -> dict[str, float]:
-        """Returns the wall seconds during which each stage of `step` was under way on at least one lane. The seconds of
-        `compile` are not counted in the other stages."""
+        """Returns the wall seconds during which spans of each name were under way in `step`, on at least one lane. The
+        seconds of `compile` are not counted under other names."""
         spans = self._steps.get(step, ())
 
         def wall(*names: str) -> int | float:
@@ -78,7 +78,7 @@ class Timeline:
 
 
 def disjoint(spans: Iterable[Span], key: Callable[[Span], K]) -> dict[K, list[tuple[float, float]]]:
-    """Returns, for each key, ascending disjoint intervals that cover the same time as its spans."""
+    """Returns, for each key, ascending disjoint intervals that cover the same time as the key's spans."""
     joined: dict[K, list[tuple[float, float]]] = {}
     for span in sorted(spans, key=lambda span: span.start):
         times = joined.setdefault(key(span), [])
@@ -105,7 +105,7 @@ class Compilations:
 
     def _count(self, event: str, change: int) -> None:
         if not event.startswith(_EVENTS) or threading.current_thread().name.startswith("compile"):
-            return  # nobody waits for a compilation in such a thread
+            return  # a thread of `Gradients.compile_ahead`: the run goes on meanwhile
         with self._lock:
             now, before, self.under_way = time.perf_counter(), self.under_way, max(self.under_way + change, 0)
             if not before:
@@ -116,7 +116,7 @@ class Compilations:
 
     @property
     def seconds(self) -> float:
-        """The seconds in which at least one compilation was under way."""
+        """The seconds so far in which at least one counted compilation was under way."""
         with self._lock:
             return self._ended + (time.perf_counter() - self._since if self.under_way else 0.0)
 
@@ -131,7 +131,7 @@ def working_time() -> float:
 
 @contextlib.contextmanager
 def activity(words: str | Callable[[], str]) -> Iterator[None]:
-    """Makes `words` the activity of its body. If `words` is a function, any thread may call it at any time."""
+    """Makes `words` the activity of the `with` body. If `words` is a function, any thread may call it."""
     _activities.append(words)
     try:
         yield
@@ -140,6 +140,6 @@ def activity(words: str | Callable[[], str]) -> Iterator[None]:
 
 
 def under_way() -> str:
-    """Returns the activity of this process that began last, and whether the process compiles."""
+    """Returns the activity of this process that began last, with the word "compiling" while the process compiles."""
     words = [said if isinstance(said, str) else said() for said in _activities[-1:]]
     return ", ".join(words + ["compiling"] * bool(compilations().under_way))

@@ -1,7 +1,7 @@
 """The data of one RL step, aligned with tokens, from a prompt to a batch that is trained on.
 
 `T` is the number of tokens of a response or of a packed row, `G` the responses of a group, `B` the rows of a batch.
-All of it is host data (numpy, tuples) except `TrainBatch`, a pytree that crosses into `jit`.
+All data are on the host (numpy, tuples), except `TrainBatch`, a pytree that `jit` takes.
 """
 
 import dataclasses
@@ -45,11 +45,11 @@ class Sample:
 
 
 class Columns(NamedTuple):
-    """The numbers that a step reads from every response of a group, side by side: the responses themselves are
-    scattered over the memory of a process with many of them."""
+    """The numbers that a step reads of all responses of a group, side by side in memory: response objects lie
+    scattered over the memory of a process."""
 
     draw: int  # `Prompt.draw`
-    numbers_G3: np.ndarray  # int64: `Response.sample`, its number of tokens, its tokens' newest version (-1: no tokens)
+    numbers_G3: np.ndarray  # int64: `Response.sample`, number of tokens, newest version of a token (-1: no tokens)
     advantages_G: np.ndarray  # float64
     data: tuple[bytes, ...]  # `Response.data`
 
@@ -77,7 +77,7 @@ class Group:
         return Columns.of(self.samples)
 
     def packed(self) -> "Group":
-        """Returns the group itself, with its columns if all of its responses are packed."""
+        """Builds `columns` if all responses are packed (`Response.is_packed`), and returns the group itself."""
         if all(sample.response.is_packed for sample in self.samples):
             _ = self.columns
         return self
@@ -95,7 +95,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedStep:
-    """The result of a training step: its groups in the order of their draws, with their advantages; its metrics."""
+    """The groups of a training step, with advantages, in the order of draws; and the metrics of the step."""
 
     groups: tuple[Group, ...]
     metrics: Mapping[str, float]
@@ -111,9 +111,8 @@ def without_rounding(values: Sequence[float]) -> list[float]:
 
 
 def has_variance(group: Group, of: str = "value") -> bool:
-    """Says whether the group's rewards differ by more than rounding, in the field `of` (`value` or `correct`). If the
-    values are equal, all advantages are 0, and the group teaches nothing (DAPO's dynamic sampling, arXiv:2503.14476,
-    section 3.2)."""
+    """Says whether the group's rewards differ by more than rounding, in the field `of` (`value` or `correct`). Equal
+    values have the GRPO advantage 0: DAPO's dynamic sampling (arXiv:2503.14476, section 3.2) skips such a group."""
     return len(set(without_rounding([float(getattr(sample.reward, of)) for sample in group.samples]))) > 1
 
 
@@ -139,7 +138,8 @@ class TrainBatch:
     lags_BT: Int32[AnyArray, "B T"]
     # Log-probs, in nats, of the policy as the training step begins; None if that step has only one optimizer step.
     proximal_logprobs_BT: Float32[AnyArray, "B T"] | None = None
-    # The mean over the token's response of log(policy / clipping's centre), in nats; None if the loss does not read it.
+    # The mean over the token's response of log(policy / behaviour), or of log(policy / proximal) if decoupled, in nats.
+    # None if the loss does not read it.
     policy_log_ratios_BT: Float32[AnyArray, "B T"] | None = None
     # A critic's values before the step, and the returns that it learns, in the unit of rewards; None without a critic.
     values_BT: Float32[AnyArray, "B T"] | None = None

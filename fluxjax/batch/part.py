@@ -1,7 +1,7 @@
-"""A microbatch whose sequences are spread over devices, before its arrays exist: its pieces, their plan, its frames.
+"""A microbatch whose sequences are spread over devices, before its arrays exist: pieces, plan and frames.
 
-The vision tower's work has its own even plan (`sharding.planner.vision_units`); its features then travel to their
-tokens (`sharding.spread.route`).
+The work of the vision tower has an even plan of its own (`sharding.planner.vision_units`). The tower's features then
+travel to their tokens (`sharding.spread.route`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
 from .share import Groups, Outline, Piece, runs_bound
 
-# A device exports at most two tokens in a sharded round. The last token of its chunk predicts the next chunk's first
-# token. A prompt's last token in the chunk predicts the first tokens of responses beyond the chunk. At most one
-# sequence of a chunk goes on beyond the chunk's end.
+# A device exports a token that predicts a token on another device: at most two in each round of a degree above 1. The
+# last token of the device's chunk predicts the next chunk's first token. A prompt's last token in the chunk predicts
+# the first tokens of responses beyond the chunk. At most one sequence goes on beyond the chunk's end.
 EXPORTS = 2
 
 Tree = TypeVar("Tree")  # a pytree of arrays
@@ -36,7 +36,7 @@ Tree = TypeVar("Tree")  # a pytree of arrays
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """A device's capacity in a microbatch: `patches`, and one row of `tokens_per_row * rows_per_device` tokens."""
+    """A device's capacity in a microbatch: one row of `tokens` (`tokens_per_row * rows_per_device`), and `patches`."""
 
     tokens: int
     patches: int
@@ -47,7 +47,7 @@ class Room:
 
     @property
     def whole_patches(self) -> int:
-        """The patches that make up complete merged features; 0 for a text model."""
+        """`patches`, rounded down to complete merge blocks; 0 for a text model."""
         unit = self.vision.merge_unit if self.vision is not None else 0
         return self.patches // unit * unit if unit else 0
 
@@ -67,13 +67,13 @@ class Room:
 
 
 class Part:
-    """The sequences `pieces` of some groups and the devices that compute them.
+    """The `pieces` of some groups, each computed as one sequence, and the `plan` of their devices.
 
     `owner` is the device that computes the entire part alone, by a plan of one device; None: the devices of the plan
-    compute it together. `work` is the predicted cost for the busiest device, in any unit; None: no prediction is
+    compute the part together. `work` is the predicted cost for the busiest device, in any unit; None: no prediction is
     needed. `shaped`: the plan was made for rows of a given length. `frame` bounds the patches of a frame pair.
 
-    Raises PlanError if a device does not hold its tokens or patches.
+    Raises PlanError if the tokens or patches of a device exceed `room`.
     """
 
     layout: Layout
@@ -96,12 +96,12 @@ class Part:
 
     @functools.cached_property
     def caps(self) -> Sizes:
-        """The largest size of each buffer that a microbatch may need."""
+        """The largest size of each buffer that a microbatch on the devices of the plan may need."""
         return self._room.caps(self.plan.num_devices)
 
     @functools.cached_property
     def needs(self) -> Sizes:
-        """The least size of each buffer."""
+        """The least size of each buffer that holds this part."""
         sharded = sum(round.degree > 1 for round in self.plan.rounds)
         sizes = self.layout.needs() | ({"exports": EXPORTS * sharded} if sharded else {})
         if self._room.runs:
@@ -110,8 +110,8 @@ class Part:
             sizes["runs"] = max(runs_bound([pieces[i] for i in members], share, n) for members, n in streams)
         if self.media is None:
             return sizes
-        # `media.needs` counts a feature once for each device that shows it, even if it crosses an axis only once. The
-        # cap is a second bound.
+        # `media.needs` counts a feature once for each device that shows it, even if the feature crosses an axis only
+        # once. The cap is a second bound.
         media = self.media.needs(*self._shown()) | {"frame": self._frame}
         return sizes | {n: min(need, self.caps[n]) if n.startswith("send/") else need for n, need in media.items()}
 
@@ -138,7 +138,7 @@ class Part:
 class SpreadMedia:
     """The media of a part: the device that computes each frame pair, and the row where each token finds its feature.
 
-    `first_feature` numbers the merged features of each item of the microbatch, as if there were one device. Each
+    `first_feature` has the number of each item's first merged feature, counted as if there were one device. Each
     replica with pieces of an item computes the item's features: features never leave a replica.
     """
 
@@ -269,7 +269,7 @@ def rows_of(tree: Tree, devices: range) -> Tree:
 
 
 def outlines_of(parts: Sequence[Part], shapes: ShapeBook) -> list[Outline]:
-    """Returns the parts in buffers whose sizes `shapes` chooses."""
+    """Returns the outline of each part, with the buffer sizes that `shapes` chooses."""
     found: list[Outline] = []
     for part in parts:
         sizes, coming = shapes.choose(part.needs, part.caps, size_cost, part.plan.num_devices)

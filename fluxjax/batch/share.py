@@ -2,8 +2,8 @@
 the share of each process.
 
 The process that has all groups plans a step from sizes alone. The other processes get their share, and read no prompt,
-response or pixel of other shares. If sequences are spread over devices, the places of a device's tokens and features
-depend on the sizes of other devices' sequences, so these sizes are sent, too.
+response or pixel of other shares. If sequences are spread over devices, the positions of a device's tokens and
+features depend on the sizes of all sequences, so that every share has these sizes.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Item(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Responses of one item (indices, ascending) in one row, behind one copy of the prompt. Only the process that plans
-    rows knows the sizes."""
+    """Responses of one item (indices, ascending) in one row, behind one copy of the prompt. `tokens`, `squares` and
+    `patches` are 0 in processes that do not plan."""
 
     item: int
     responses: tuple[int, ...]
     tokens: int = 0  # including the copy of the prompt
     squares: float = 0.0  # twice the (query, key) pairs of attention: `tokens**2` for a prompt with one response
-    patches: int = 0  # the item's patches; a device (with a plan, a replica) holds them once for all its pieces
+    patches: int = 0  # of the item; a device (with a plan, a replica) holds them once for all pieces of the item
 
 
 Row = tuple[Piece, ...]
@@ -71,7 +71,7 @@ class TrainGroup(NamedTuple):
         return self._replace(columns=columns, weights=self.weights[some])
 
 
-RUN_TOKENS = 32  # a table of runs always has room for runs of this length on average
+RUN_TOKENS = 32  # a table of runs always has room for runs of this average length
 Groups: TypeAlias = Sequence[TrainGroup] | Mapping[int, TrainGroup]  # by item
 
 
@@ -82,8 +82,8 @@ def check(
     row: str = "packing.tokens_per_row",
     media: str = "packing.patches_per_device",
 ) -> None:
-    """Raises ConfigError for a prompt that with one response exceeds `tokens`, or whose media exceed `patches`; `row`
-    and `media` name the fields that set these bounds."""
+    """Raises ConfigError for a prompt that exceeds `tokens` with one of its responses, or whose media exceed `patches`.
+    `row` and `media` name the fields that set these bounds."""
     for item in items:
         longest = item.prompt + max(item.responses)
         if longest > tokens:
@@ -98,11 +98,11 @@ def check(
 
 
 def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, responses: int = 0) -> list[Piece]:
-    """Returns the pieces, each computed as one sequence: groups with `share_prompts`, else responses.
+    """Returns the pieces, each computed as one sequence. Without `share_prompts`, each response is a piece.
 
-    A group is cut into pieces of at most `longest` tokens, and of at most `responses` tokens without the prompt (0: no
-    limit): as few as first-fit-decreasing finds, nearly always one. If the longest response alone exceeds these
-    limits, its length is the limit of its group's pieces.
+    With `share_prompts`, a group is cut into pieces of at most `longest` tokens, and of at most `responses` tokens
+    without the prompt (0: no limit): as few as first-fit-decreasing finds, nearly always one. If the longest response
+    alone exceeds these limits, its length is the limit of its group's pieces.
     """
     pieces: list[Piece] = []
     for number, (_, prompt, sizes, patches) in enumerate(items):
@@ -120,8 +120,8 @@ def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, response
 
 
 def chunks_needed(columns: int, row: Sequence[Piece], share_prompts: bool) -> int:
-    """Returns the chunks of a row's table of runs (`PackedRuns`): enough for any lengths of its runs, which are prompts
-    and responses with `share_prompts`, else pieces."""
+    """Returns the number of chunks in a row's table of runs (`PackedRuns`), enough for any lengths of the runs. With
+    `share_prompts`, each prompt and each response is a run, else each piece."""
     return _chunks_of(columns, _runs(row, share_prompts))
 
 
@@ -132,7 +132,7 @@ def most_chunks(config: Config) -> int:
 
 
 def runs_bound(pieces: Sequence[Piece], share_prompts: bool, devices: int = 1) -> int:
-    """Returns the runs of these pieces for each of the `devices` that compute them, rounded up to a power of two."""
+    """Returns the number of runs for each of the `devices` that share these pieces, rounded up to a power of two."""
     return _rounded(-(-_runs(pieces, share_prompts) // devices))
 
 
@@ -150,8 +150,8 @@ def _rounded(runs: int) -> int:
 
 
 def first_fit(sizes: Sequence[int], room: int) -> list[tuple[int, ...]]:
-    """Returns the indices of each part of at most `room`: largest sizes first, each in the first part that has room. A
-    size above `room` is a part of its own."""
+    """Deals sizes to parts of at most `room`, the largest size first, each to the first part with room. Returns the
+    indices of each part. A size above `room` is a part of its own."""
     if sum(sizes) <= room:
         return [tuple(range(len(sizes)))]
     parts: list[list[int]] = []
@@ -183,8 +183,8 @@ class Outline:
     `shards[s][r]` is row `r` of shard `s`. If a `plan` spreads sequences over devices, there is one long row, as if
     there were one device. If a device of another process computes the microbatch alone, there are no shards: only its
     shape and its work matter. `sizes` are the sizes of each shard's buffers; `coming` are sizes that would fit better,
-    once their program is compiled. `owner` and `work` are those of `Microbatch`. `part` is the `part.Part` of the plan,
-    in the process that made it.
+    once their program is compiled. `owner` and `work` are those of `Microbatch`. `part` is the `part.Part` of the plan;
+    only the process that plans has it.
     """
 
     shards: tuple[tuple[Row, ...], ...]
@@ -222,7 +222,8 @@ class Outline:
         return Filled(sum(piece.tokens for piece in pieces), cells, sum(media.values()), patch_cells)
 
     def of(self, shards: range) -> Outline:
-        """Returns the part that these devices lay out: their own rows, or the entire plan if they take part in it."""
+        """Returns the outline for a process with these devices: their rows; with a plan all rows, or none if another
+        process has the owner."""
         if self.plan is None:
             return Outline(self.shards[shards.start : shards.stop], self.sizes, self.coming)
         elsewhere = self.owner is not None and self.owner not in shards
@@ -240,10 +241,10 @@ class Outline:
 class Share:
     """The part of a step that one process lays out; a process that is alone lays out the entire step.
 
-    `micros` are the step's microbatches, for the devices `shards` of the mesh only; `groups` has their items. In
-    processes that do not plan, groups that are not `needed` have sizes only, and responses outside of the rows are
-    empty. `version` is that of the weights to be trained. `filled` has the use of all shards of each microbatch; only
-    the process that plans has it.
+    `micros` are the step's microbatches, for the devices `shards` of the mesh only; `groups` has the group of each
+    item. In processes that do not plan, groups that are not `needed` have sizes only, and responses outside of the rows
+    are empty. `version` is the version of the weights to be trained. `filled` has the use of all shards' buffers in
+    each microbatch; only the process that plans has it.
     """
 
     micros: tuple[Outline, ...]
@@ -260,11 +261,11 @@ class Share:
         return cls(tuple(micros), dict(enumerate(groups)), range(num_devices), version, needed, filled)
 
     def cut(self, processes: int) -> list[Share]:
-        """Returns the shares of `processes` processes: the rows of each one's devices, and the groups in these rows. A
-        process needs the groups that have a token or a frame on one of its devices.
+        """Returns the share of each of `processes` processes: the rows of the process's devices, and the groups in
+        these rows. A process needs the groups that have a token or a frame on one of its devices.
 
-        Groups keep their order, by which media are numbered: all processes compute the same exchange of vision features
-        (`sharding.spread.route`).
+        Media are numbered by the order of groups, which shares keep: all processes compute the same exchange of vision
+        features (`sharding.spread.route`).
         """
         count, shares = len(self.shards) // processes, list[Share]()
         for process in range(processes):

@@ -1,6 +1,6 @@
 """Predicts the length of a response, learning online from prompts, earlier epochs and other responses of its group.
 
-Sources: Flux, insight 2 ("long-tail rollouts are predictable": prompt length, task, history, complexity); Flexes,
+Papers: Flux, insight 2 ("long-tail rollouts are predictable": prompt length, task, history, complexity); Flexes,
 section 4.4, which projects KV-cache use by the prediction. The model of ln(tokens) of response j of prompt i is
 
     weights[source] . features(i) + effect(i) + noise(j),
@@ -23,17 +23,17 @@ from scipy.special import erfcx, log_ndtr
 
 from ..base.types import MediaKind, Prompt, SavedState, State
 
-WORDS = 32  # hashed words: prompts that share words are similar, and so are the lengths of their responses
+WORDS = 32  # features of hashed words: prompts that share words tend to have responses of similar lengths
 _WORD = re.compile(r"[^\W\d_]+")
 _DIGIT = re.compile(r"\d")
 _MARK = re.compile(r"[\\^_={}()\[\]+*/<>$|-]")
 _SOLVE_EVERY = 32  # responses between two solutions; fewer at first, more after thousands of responses
 # The number of later responses after which a response has lost most of its weight: the model follows the policy.
 _MEMORY = 16_384
-_TYPICAL = math.log(256)  # tokens, before any observation
+_TYPICAL = math.log(256)  # ln(tokens) of a response, before any observation
 _VARIANCE = 0.6  # variance of ln(length), between prompts and again within a prompt, before any observation
 _STRENGTH = 16  # the number of observations that the prior variance counts as
-_SMALLEST = 1e-4  # variance of ln(length): lengths that follow from the prompt still differ by rounding
+_SMALLEST = 1e-4  # the least variance of ln(length): even lengths that the prompt determines are rounded
 
 
 def features(prompt: Prompt) -> np.ndarray:
@@ -72,7 +72,7 @@ def _prior_variances(intercept: float, dense: float, words: float) -> np.ndarray
 
 class Level:
     """A recursive ridge regression of ln(length) on `features`, with the variances of ln(length) `within` and `between`
-    prompts. It covers all sources, or one source, shrunk towards its `parent`, the level of all sources.
+    prompts. A level covers all sources, or one source; a source's `parent` is the level of all.
 
     Sufficient statistics are exact; after every few responses the weights are solved for again. Older responses count
     less: the regression looks back about `_MEMORY` responses.
@@ -100,7 +100,7 @@ class Level:
             self._settle()
 
     def learn(self, x: np.ndarray, y: float, weight: float, within: float | None, residual: float) -> None:
-        """Enters a response with its squared deviation `within` its group (None: it is the group's first) and its
+        """Enters a response with its squared deviation `within` its group (None for a group's first response) and its
         squared residual from the regression."""
         # Only the residual of a group's first response counts: the regression knows the group when later responses
         # arrive, so their residuals are too small.
@@ -136,7 +136,7 @@ class Level:
         self.version += 1
 
     def _solve(self, towards: np.ndarray, noise: float) -> None:
-        """Solves for the weights, shrunk towards `towards`; `noise` is the variance of ln(length) of a response."""
+        """Solves for the weights, shrunk towards `towards`. `noise` is the effective variance of an observation."""
         if self._pending:  # one matrix product is much cheaper than many small ones
             rows, targets, weights = zip(*self._pending, strict=True)
             x, scale = np.array(rows), np.array(weights)
@@ -189,14 +189,14 @@ def expected_tokens(mu: float, sigma: float, running: int = 0, limit: int = 0) -
 
 
 def ends_by(mu: float, sigma: float, tokens: int, running: int = 0) -> float:
-    """Returns P(L <= tokens | L > running)."""
+    """Returns P(L <= tokens | L > running), for the same L as `expected_tokens`."""
     if tokens <= running:
         return 0.0
     return -math.expm1(log_tail(_standard(mu, sigma, tokens)) - log_tail(_standard(mu, sigma, running)))
 
 
 def _standard(mu: float, sigma: float, tokens: float) -> float:
-    """Returns ln(tokens) in standard deviations `sigma` from its mean `mu`."""
+    """Returns the distance of ln(tokens) from `mu` in units of `sigma`; -inf for 0 tokens."""
     return (math.log(tokens) - mu) / sigma if tokens else -math.inf
 
 
@@ -204,12 +204,12 @@ def _standard(mu: float, sigma: float, tokens: float) -> float:
 class Censored:
     """A response that has more than a given number of tokens, as the Tobit model sees it (natural log units).
 
-    `working` with weight `information` moves an estimate of mu as the likelihood of the censored observation does (one
-    Newton step); `mean` and `variance` are ln(length)'s, given the censored observation.
+    The observation `working`, with the weight `information`, moves an estimate of mu as the censored response does (one
+    Newton step). `mean` and `variance` are the moments of ln(length), given the censored response.
     """
 
     working: float
-    information: float  # in units of one finished response, in (0, 1)
+    information: float  # in units of one finished response, at most 1
     mean: float
     variance: float
 
@@ -230,7 +230,7 @@ def censored(mu: float, sigma: float, tokens: int) -> Censored:
 
 
 _HISTORY = 0.5  # weight of an earlier epoch's responses relative to the next epoch's
-_FOLLOW = 1 / 1024  # share of a response's deviation that moves the source's level: policies learn to answer longer
+_FOLLOW = 1 / 1024  # share of a response's deviation that moves `Level.shift`: policies learn to answer longer
 _CACHED = 1 << 16  # prompts whose features are cached
 
 
@@ -240,10 +240,10 @@ class _SeenResponses:
 
     draw: int
     count: float = 0.0  # responses of this draw; a censored response counts by its information
-    total: float = 0.0  # sum of their ln(length)
+    total: float = 0.0  # sum of ln(length) of these responses
     fixed: float = 0.0  # the regression's value at the last of these responses
     past_count: float = 0.0  # responses of earlier draws, discounted
-    past: float = 0.0  # their mean deviation from the regression of that time
+    past: float = 0.0  # mean deviation of ln(length) of earlier draws from the regression of that time
 
     def at(self, draw: int) -> _SeenResponses:
         """Returns the observations as of this draw of the prompt: for a later draw, all observations become a summary

@@ -1,4 +1,4 @@
-"""The part of the configuration that the coordinator needs, and the bound on dynamic sampling that follows from it."""
+"""The part of the configuration that the coordinator needs, and the check that ends endless dynamic sampling."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Settings:
     evaluate_every: int = 0  # steps; 0: only at the start and the end
     checkpoint_every: int = 0  # steps; 0: only at the end
     max_attempts: int = 3  # generations of a prompt before it is given up
-    # prompts that can't be prepared, or teach nothing, before the data counts as unusable
+    # prompts in a row that can't be prepared, or have equal rewards, before the data counts as unusable
     max_skipped_in_a_row: int = 1000
     # most batches of `prompts_per_step` generated for a step with dynamic sampling; 0: no bound
     max_num_gen_batches: int = 0
@@ -59,8 +59,8 @@ class Settings:
         )
 
     def complaint(self, step: int, kept: int, dropped: Counter[tuple[str, float]], in_a_row: int) -> str:
-        """Returns why `step` will never be complete with its `kept` groups; empty while it may become complete.
-        `dropped` counts the step's dropped groups by source and reward.
+        """Returns why `step` will never be complete with its `kept` groups; empty while the step may become complete.
+        `dropped` counts the step's dropped groups by source and reward, `in_a_row` the prompts skipped in a row.
 
         If all responses of every group have equal rewards, because the verifier is broken or the prompts are far too
         easy or too hard, dynamic sampling would draw prompts for ever. verl's bound: the kept and dropped groups of a

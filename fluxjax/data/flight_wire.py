@@ -1,9 +1,9 @@
 """The protocol of preprocessors and their clients over Arrow Flight: bounds, questions, answers, errors.
 
-Each question is a JSON object, the body of an action or the ticket of DoGet, with the media settings of the client.
-`look` asks for the ticket of the medium `ref`. DoGet has `ranges`, a list of `[ticket word, start, stop]`; its answer
-is a record batch for each range, in order, with a patch a row. An error travels with the name of its kind, so that the
-client raises an error of the same kind.
+Each question is a JSON object with the media settings of the client: the body of an action, or DoGet's Flight ticket.
+The action `look` asks for the ticket of the medium `ref`. DoGet has `ranges`, a list of `[ticket word, start, stop]`.
+The answer of DoGet is a record batch for each range, in order, with a patch a row. An error travels with the name of
+its kind, so that the client raises an error of the same kind.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _short(text: str) -> str:
 
 def told_error(info: bytes) -> Exception | None:
     """Returns the error that `refusal` wrote into a Flight error's `info`, a DataError if the preprocessor itself is
-    to blame; None if `refusal` did not write it."""
+    to blame. Returns None for other `info`."""
     try:
         words = json.loads(info)
         known = _KINDS.get(words["kind"], DataError)
@@ -76,7 +76,7 @@ def ref_words(ref: MediaRef) -> list[str]:
 
 
 def read_ref(words: Any) -> MediaRef:
-    """Reads the reference of the medium that a question asks about. Raises BadQuestion for anything else."""
+    """Reads the reference of the medium that a question asks about. Raises BadQuestion if `words` are no reference."""
     whole = isinstance(words, list) and len(words) == 4 and all(isinstance(word, str) for word in words)
     if not whole or words[0] not in ("image", "video"):
         raise BadQuestion(f"{str(words)[:200]} is no medium")
@@ -84,7 +84,7 @@ def read_ref(words: Any) -> MediaRef:
 
 
 def read_object(body: bytes | memoryview) -> Mapping[str, Any]:
-    """Returns the JSON object of a question. Raises BadQuestion."""
+    """Returns the JSON object of a question. Raises BadQuestion if the body is too long or no JSON object."""
     if len(body) > MOST_REQUEST:
         raise BadQuestion(f"a question has at most {MOST_REQUEST} bytes, not {len(body)}")
     try:
@@ -101,8 +101,8 @@ def range_words(rows: Sequence[Rows]) -> list[list[Any]]:
 
 
 def read_ranges(words: Any) -> list[Rows]:
-    """Reads the ranges of rows that a question asks for; does not check that they lie in their tickets. Raises
-    BadQuestion for anything else."""
+    """Reads the ranges of rows that a question asks for; does not check that the tickets have these rows. Raises
+    BadQuestion if `words` are no ranges, or too many."""
     try:
         ranges = [Rows(word, start, stop) for word, start, stop in words]
     except (ValueError, TypeError) as error:
@@ -121,7 +121,7 @@ def patch_schema(patch_bytes: int) -> pa.Schema:
 
 
 def batch_of(patches: np.ndarray) -> pa.RecordBatch:
-    """Returns patches `[P, 3, n]` (uint8) as a batch of P rows; it shares their memory if they are contiguous."""
+    """Returns patches `[P, 3, n]` (uint8) as a batch of P rows, which shares the memory of contiguous patches."""
     width = patches.shape[1] * patches.shape[2]
     buffer = pa.py_buffer(np.ascontiguousarray(patches))
     column = pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(patches), [None, buffer])
@@ -129,8 +129,8 @@ def batch_of(patches: np.ndarray) -> pa.RecordBatch:
 
 
 def patches_of(batch: pa.RecordBatch, patch_bytes: int) -> np.ndarray:
-    """Returns the patches `[P, 3, n]` (uint8) of a batch; they share its memory. Raises ValueError if the batch does
-    not hold patches of `patch_bytes`."""
+    """Returns the patches `[P, 3, n]` (uint8) of a batch, which share the batch's memory. Raises ValueError if the
+    batch does not hold patches of `patch_bytes`."""
     if batch.schema != patch_schema(patch_bytes) or batch.column(0).null_count:
         raise ValueError(f"came as {batch.schema}, not as patches of {patch_bytes} bytes")
     column = batch.column(0)

@@ -1,8 +1,8 @@
 """Parquet files as the Hugging Face hub has them: text columns beside lists of embedded images.
 
 Rows are read when they are drawn, a row group at a time; the last few row groups stay in memory. Media are named by
-their cells; their bytes are not kept. At the start, only the ids are read, to refuse duplicates, and the first rows of
-unused columns, to find media there.
+their cells; the bytes of media do not stay in memory. At the start, only two things are read: the ids, to refuse
+duplicates, and the first rows of unused columns, to find media there.
 """
 
 import bisect
@@ -35,7 +35,7 @@ _FOLDERS = {"", "data", "default"}  # folder names that do not name a subset
 
 
 class ParquetSource:
-    """One file, or the files that `chosen_files` chooses of a folder or a pattern, by local path or URL.
+    """Reads one file, or the files that `chosen_files` chooses; `path` is a file, folder or pattern, local or a URL.
 
     Media columns may hold one item or a list; an item is bytes, a path (relative to the file), or the hub's
     struct of `bytes` and `path`. Raises `DataError` for unreadable files, wrong columns and duplicate ids.
@@ -164,7 +164,7 @@ class ParquetSource:
                 raise DataError(f"{path}: row {number} has the id {id}, already used by {_name(before)}#{row_before}")
 
     def _place(self, index: int) -> tuple[str, int]:
-        """Returns the file of a row, and the row's number in it."""
+        """Returns the file of a row, and the row's number in the file."""
         shard = bisect.bisect_right(self._first_row, index) - 1
         return self.paths[shard], index - self._first_row[shard]
 
@@ -181,7 +181,7 @@ def _name(path: str) -> str:
 
 
 def split_of(path: str) -> str:
-    """Returns the split that a path names; the file's name goes before its folders. Empty if no part names a split."""
+    """Returns the split that a path names, in the file's name or else in the nearest folder's; empty if in none."""
     words = (_WORD.search(part) for part in reversed(path.lower().split("/")))
     return next((_SPLITS[word[1]] for word in words if word), "")
 
@@ -190,7 +190,7 @@ def chosen_files(path: str, held_out: bool = False) -> list[str]:
     """Returns the parquet files of a folder, or of a pattern of names, in the order of their names. If a folder has
     several splits, only files of the training split are returned, or with `held_out` of the other split.
 
-    Raises `DataError` if there are no files or the choice is not clear, and OSError.
+    Raises `DataError` if there are no files or the choice is not clear, and OSError if the folder can't be read.
     """
     if "*" in posixpath.basename(path) and not is_folder(path):
         if not (names := matching(parent(path), posixpath.basename(path))):

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 # (logprobs_BT, entropies_BT, batch, config) -> (token_loss_BT, metrics by name, each [B, T])
 TokenLoss: TypeAlias = Callable[[Array, Array, TrainBatch, AlgorithmConfig], tuple[Array, dict[str, Array]]]
-Outcome: TypeAlias = tuple[Params, Tally]  # gradients laid out like the parameters, and what is counted beside them
-# The log-probability of each token and the entropy, in nats; a critic's scores are values alone.
+Outcome: TypeAlias = tuple[Params, Tally]  # gradients laid out like the trained parameters; sums and maxima
+# (log-probability of each token, entropy of its distribution) in nats; for a critic, only the values.
 Scores: TypeAlias = tuple[Float[Array, "B T"], ...]
 
 GAP = "rollout_trainer_logprob_gap"
@@ -133,8 +133,8 @@ class Gradients:
 
         First all devices compute together the microbatches without an owner. Then each device computes its own
         microbatches at its own pace (`sharding.odc`), until all are done; microbatches of other processes need shapes
-        only. Raises ValueError without a microbatch, or if the devices do not divide its rows; `sharding.odc.OdcError`
-        for a device that fails alone; DataError if pixels can't be fetched.
+        only. Raises ValueError without a microbatch, or if the devices do not divide a microbatch's rows;
+        `sharding.odc.OdcError` for a device that fails alone; DataError if pixels can't be fetched.
         """
         if not microbatches:
             raise ValueError("an optimizer step needs at least one microbatch")
@@ -201,7 +201,7 @@ class Gradients:
         return self.lowered(params, batch, [name])[name].compile()
 
     def _program(self, name: str, jitted: Callable[..., Any], tree: Any) -> Callable[..., Any]:
-        """Returns the program for these arrays: that of `compile_ahead` if there is one, else `jitted`."""
+        """Returns the program for these arrays: the program of `compile_ahead` if it has one, else `jitted`."""
         compiled = self._ahead.get((name, *_shapes(tree))) if self._ahead else None
         return jitted if compiled is None else compiled.result()
 
@@ -226,8 +226,8 @@ class Gradients:
 
     @functools.cached_property
     def odc(self) -> Odc:
-        """Runs microbatches that have an owner, with `merged` weights. Raises ConfigError if the mesh can't be cut into
-        hosts of `sharding.devices_per_host`."""
+        """The executor of microbatches that have an owner; it takes `merged` weights. Raises ConfigError if the mesh
+        can't be cut into hosts of `sharding.devices_per_host`."""
         from sharding.odc.executor import Odc
 
         settings, chosen = self._config.sharding, self._config.sharding.strategy
@@ -341,7 +341,7 @@ def _described(array: Any) -> jax.ShapeDtypeStruct:
 
 
 def _of_all(processes: int, batch: TrainBatch) -> TrainBatch:
-    """Returns the shapes of all processes' batch, from the shapes of one process's rows."""
+    """Returns the shapes of the batch of all processes, from the shapes of one process's rows."""
 
     def shape(array: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
         sizes = [size * processes if axis == rows else size for axis, size in enumerate(array.shape)]
@@ -351,7 +351,7 @@ def _of_all(processes: int, batch: TrainBatch) -> TrainBatch:
 
 
 def _shapes(tree: Any) -> tuple[object, ...]:
-    """Returns the structure and the shapes of a batch: a program is compiled for them."""
+    """Returns the structure and the shapes of a batch, which identify its compiled program."""
     return (jax.tree.structure(tree), *(x.shape for x in jax.tree.leaves(tree)))
 
 

@@ -1,6 +1,6 @@
 """The files about a run: its metrics, samples of its responses, a log of each process, and `summary.json` at its end.
 
-Metrics are one JSON line a step, TensorBoard event files, and a Prometheus port, if it is set. To show them in another
+Metrics are one JSON line a step, TensorBoard event files, and a Prometheus port, if one is set. To show them in another
 way, add a class with the methods of `Board` and a line in `MetricsLog`.
 """
 
@@ -47,8 +47,8 @@ def read(file: pathlib.Path) -> list[dict[str, Any]]:
 def dump_samples(
     folder: pathlib.Path, step: int, groups: Sequence[Group], decode: Callable[[Sequence[int]], str], count: int
 ) -> None:
-    """Writes `count` responses of `step` to `folder/<step>.jsonl`: one of each group in turn, so that
-    several sources occur."""
+    """Writes `count` responses of `step` to `folder/<step>.jsonl`: the first of each group, then the
+    second of each, and so on, so that several sources occur."""
     folder.mkdir(exist_ok=True)
     most = max(len(group.samples) for group in groups)
     turns = [(g, g.samples[turn]) for turn in range(most) for g in groups if turn < len(g.samples)]
@@ -77,7 +77,7 @@ def dump_samples(
 class Summary:
     """The results of a run. Accuracies, one for each source, are shares of right greedy answers to held-out prompts.
 
-    Every checkpoint holds it, so that a resumed run reports on all of the run.
+    Every checkpoint holds the summary, so that a resumed run reports on all of the run.
     """
 
     name: str = ""
@@ -87,8 +87,8 @@ class Summary:
     devices: int = 0
     steps: int = 0  # RL steps done
     accuracy: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # source -> start, end
-    blind: dict[str, float] = dataclasses.field(default_factory=dict)  # of the final model, every pixel blanked
-    chance: dict[str, float] = dataclasses.field(default_factory=dict)  # of the best constant answer
+    blind: dict[str, float] = dataclasses.field(default_factory=dict)  # accuracies, every pixel blanked
+    chance: dict[str, float] = dataclasses.field(default_factory=dict)  # accuracies of the best constant answer
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # wall time of each stage, and `total`
     logprob_gap_max: float = 0.0  # the largest mean absolute gap of a step
     logprob_gap_alarms: int = 0  # steps whose gap was alarming (`fluxjax.run.callbacks.GAP_ALARMS`)
@@ -115,7 +115,7 @@ class Summary:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Adds the wall time of its body to the stage, but the time of compilations to the stage `compile`."""
+        """Adds the wall time of the `with` body to the stage, but compilation time to the stage `compile`."""
         started, compiled = working_time(), compilations().seconds
         try:
             with activity(name.replace("_", " ")):

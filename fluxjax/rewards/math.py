@@ -1,7 +1,7 @@
-r"""Rewards for mathematical answers: exact, numeric and LaTeX, compared by math-verify in processes that can be killed.
+r"""The reward for mathematical answers: texts, numbers and LaTeX.
 
-Comparisons without algebra are decided at once. Others go to worker processes, since they may take for ever
-(`9^{9^{9^9}}`) or all memory: such a process is killed, and its answer is wrong, while other processes go on.
+Comparisons without algebra are decided at once. Comparisons with algebra go to math-verify in worker processes, since
+they may take for ever (`9^{9^{9^9}}`) or all memory. Such a process is killed, and its answer counts as wrong.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class MathAnswer(BuiltIn):
     only_marked: bool = False
     most_characters: int = positive(1000)  # a longer answer is wrong
     workers: int = positive(4)  # processes, of about 60 MiB each
-    seconds: float = positive(2.0)  # seconds of a comparison
-    memory_gib: float = positive(1.0)  # memory of a comparison
+    seconds: float = positive(2.0)  # the most seconds of a comparison
+    memory_gib: float = positive(1.0)  # the most memory of a comparison
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,8 +63,8 @@ class MathAnswer(BuiltIn):
         )
 
     async def score(self, completion: Completion) -> Reward:
-        """Scores a completion. Raises the errors of `WorkerPool.acall` other than those that the answer causes: a
-        comparison that takes too much time or memory, or fails."""
+        """Scores a completion. If the comparison fails, or takes too much time or memory, the answer is wrong. Raises
+        the other errors of `WorkerPool.acall`."""
         given = explicit_answer(completion.text)
         if given is None and not self.only_marked:
             given = last_number(completion.text)
@@ -103,7 +103,7 @@ class MathAnswer(BuiltIn):
 
 
 def decided(reference: Notation, given: Notation, tolerance: float, lenient: bool) -> bool | None:
-    """Says whether answers are equal if that takes no algebra; else `None`."""
+    """Says whether answers are equal; None if only algebra can tell."""
     other_unit = reference.unit != given.unit and reference.unit and given.unit  # a missing unit does not differ
     if not given.formula or other_unit or reference.signs != given.signs:
         return False
@@ -134,7 +134,7 @@ _NAMES = (  # names of units, without a plural's s; slashes separate the names o
     "unit dollar/usd cent euro/eur n/newton j/joule w/watt v/volt hz/hertz mph person/people"
 )
 _UNITS = {name: names.split("/")[0] for names in _NAMES.split() for name in names.split("/")}
-# A single plural behind a number names counted things, unless it changes the number.
+# A single plural behind a number names counted things, unless it is a part of the number, as "millions" is.
 _COUNTED = r"(?!(?:plu|minu|time|thousand|million|billion|dozen|hundred|halve|third|quarter|alway)s)[a-z]{2,}[^s\W\d]s"
 _BASES = re.findall(r"\w+", "two three four five six seven eight nine ten eleven twelve")
 _SIGNS = "\u2212\u2013\u2260\u2264\u2265\u221e\u03c0\u00d7\u00b7\u2205\u00b0\u221a\u2026"
@@ -151,9 +151,9 @@ def _repeating(match: re.Match[str]) -> str:
 
 _WORDY = r"text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf)|operatorname|mbox"
 _DECIMAL = r"(?<![0-9])([0-9]{1,20})\."
-_REWRITTEN: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # notations to a common notation, in this order
+_REWRITTEN: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # (pattern, replacement), in this order
     (r"^(-?)\\\$\s?([0-9.,]+)$", r"\1\2\\text{dollars}"),
-    # Dollars, and \( \) \[ \] but for the \\[2pt] of a matrix; sizes of brackets; a space of negative width.
+    # Removes dollars, \( \) \[ \] but for the \\[2pt] of a matrix, sizes of brackets, and a space of negative width.
     (r"\\?\$|(?<!\\)\\[()\[\]]|\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])|\\!", ""),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])|\s+", " "),
     (r"\{,\}", ","),
@@ -200,7 +200,7 @@ class Notation(NamedTuple):
     formula: str
     plain: str  # the formula without the commands around words
     unit: str  # unit or modulus; empty: neither
-    words: set[str]  # words of the formula
+    words: set[str]  # words of the formula behind its last =, without `and` and `or`
     signs: list[str]  # dropped by math-verify: negations, derivatives, transposes, degrees, the bases of numbers
 
     @property

@@ -1,6 +1,6 @@
 """Rewards for the form of an answer, not for its content: its format, and DAPO's penalty for length.
 
-They are parts of a mixture; their `correct` says whether the form is right.
+They are meant for a mixture of rewards; `Reward.correct` says whether the form is right.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ class Format(BuiltIn):
     """Gives 1 if the entire text has the format, else 0.
 
     The format is `<think>…</think><answer>…</answer>`: each tag once, text in both pairs, only white space outside them
-    (DeepSeek-R1, arXiv:2501.12948, section 2.2.2). A `pattern` replaces it: the text must match by `re.fullmatch`, with
-    a full stop for any character. A pattern may take for ever for some text, so it is matched in a process that is
-    killed after `seconds`; then the text counts as not matching.
+    (DeepSeek-R1, arXiv:2501.12948, section 2.2.2). A `pattern` replaces this format: the text must match by
+    `re.fullmatch`, and a full stop matches any character. Some patterns take for ever for some texts, so they are
+    matched in a process that is killed after `seconds`; then the text counts as not matching.
     """
 
     name = kind = "format"

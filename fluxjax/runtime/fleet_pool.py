@@ -54,7 +54,7 @@ from .server_watch import ServerFile, ServerWatch, server_lanes
 if TYPE_CHECKING:
     import uvicorn
 
-ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"  # JAX reads it when it first looks for devices
+ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"  # JAX reads this variable when it first looks for devices
 GRACE = 10.0  # seconds that servers of this process have to end
 BUCKET_BYTES = 256 << 20  # bytes of weights that are sent at once
 PULLED = pathlib.Path("/dev/shm/fluxjax-pulled")  # where the host of a server keeps a copy of the weights, as files
@@ -62,8 +62,8 @@ PULLED = pathlib.Path("/dev/shm/fluxjax-pulled")  # where the host of a server k
 
 class FleetPool:
     """Rollout servers as engines. `model` may be abstract; `checkpoint` is a folder that servers can start from, with
-    any weights: servers get the run's weights before they generate. Servers write their logs to `logs`. No server runs
-    before `start`, or before the first use. Raises `ConfigError` if servers can't start, or can't get
+    any weights: servers get the run's weights before they generate. Servers write their logs to `logs`. Servers of
+    the run start in `start`, or at their first use. Raises `ConfigError` if servers can't start, or can't get
     weights, with these settings."""
 
     def __init__(
@@ -78,8 +78,8 @@ class FleetPool:
         shadows: bool = False,
         local_servers: EngineServers | None = None,
     ) -> None:
-        """`token` gives access to the servers (empty: that in the environment). For prompts whose pixels a media store
-        holds, servers get tickets if `shadows` is set, else the pixels that `fetch` returns. `close` also closes
+        """`token` gives access to the servers (empty: the token in the environment). For prompts whose pixels a media
+        store holds, servers get tickets if `shadows` is set, else the pixels that `fetch` returns. `close` also closes
         `local_servers`, which are among the servers."""
         token, servers = token or os.environ.get(TOKEN, ""), config.servers
         if config.rollout.engine is RolloutEngine.SGLANG and not servers.addresses:
@@ -90,7 +90,7 @@ class FleetPool:
         count = servers.servers * config.parallelism.degree
         self._devices = _devices(config, model, count)
         rollout, tickets = config.rollout, shadows or fetch is not None
-        together = rollout.engine is RolloutEngine.SERVE  # what SGLang samples does not depend on the seed alone
+        together = rollout.engine is RolloutEngine.SERVE  # SGLang's samples do not depend on their seeds alone
         self.fleet = Fleet(
             model.config,
             EngineLimits.of(model.config, rollout.slots, rollout.max_sequence_tokens, shadows=tickets),
@@ -107,8 +107,8 @@ class FleetPool:
         self._watch = ServerWatch(self.servers, lambda: self._file.look() if self.fleet.started else ())
 
     def _add_seats(self, degree: int, count: int) -> Sequence[FleetEngine]:
-        """Adds the seats of `count` servers that have `degree` devices each. If there are servers of several degrees,
-        they start when their seats are to wake."""
+        """Adds the engines of `count` servers that have `degree` devices each. If there are servers of several degrees,
+        a server starts when its engine first wakes."""
         config, servers = self._config, self._config.servers
         alone = not config.parallelism.enabled
         prefix, name = ("server-", "server") if alone else (f"server-{degree}-", f"{degree}-device server")
@@ -124,9 +124,9 @@ class FleetPool:
         return seats
 
     async def set_parallelism(self, degree: int) -> Sequence[FleetEngine]:
-        """Wakes the servers of `degree` devices each, with the oldest weights that any server was given, and puts all
-        others to sleep. The first call starts and puts to sleep the servers of all other degrees, before the awake
-        servers take the memory."""
+        """Wakes the servers of `degree` devices each, with the oldest weights that any engine is to have, and puts all
+        other servers to sleep. The first call starts the servers of all degrees but `parallelism.degree` and puts them
+        to sleep, before the awake servers take the memory."""
         while self._unlaunched:
             seats = self._unlaunched.pop(0)
             await on_all(seats, lambda seat: seat.wake())
@@ -169,9 +169,9 @@ class EngineServers:
     """Serves the engines on the devices of this process, one of `processes`, from a thread of its own. `model` may be
     abstract: weights come over HTTP. `addresses` has the address of each engine.
 
-    The servers listen on `host`, for clients that know `token`. `failed` is called from that thread if the servers
-    can't go on. With `fetch`, requests may have tickets in the place of pixels. Raises what `EnginePool` raises, and
-    ValueError if `host` is no address of this machine.
+    The servers listen on `host`, for clients that know `token`. `failed` is called from the servers' thread if the
+    servers can't go on. With `fetch`, requests may have tickets in the place of pixels. Raises the errors of
+    `EnginePool`, and ValueError if `host` is no address of this machine.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class EngineServers:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the servers; requests that run are lost. It may be called again."""
+        """Ends the servers; running requests are lost. May be called again."""
         for server in self._servers:
             server.should_exit = True
         self._thread.join(GRACE)
@@ -257,7 +257,8 @@ def check_allocator() -> None:
 
 
 def _devices(config: Config, model: Decoder, count: int) -> tuple[Device, ...]:
-    """Returns the devices of this process that the servers share. Raises `ConfigError` if there are too few."""
+    """Returns the devices of this process that colocated servers use; () if servers are not colocated. Raises
+    `ConfigError` if there are too few, and the errors of `check_allocator` and `check_lent`."""
     if not config.servers.colocated:
         return ()
     check_allocator()

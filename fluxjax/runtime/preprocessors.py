@@ -31,14 +31,14 @@ class _Preprocessor(LocalProcess):
         self.name, self._words, self._variables = name, words, variables
         self._listen = f"[{host}]" if ":" in host else host
         self.address = ""  # empty until the process announces it
-        self.since = 0.0  # when it was started, or announced its address
-        self.deaths = 0  # in a row
-        self.due: float | None = 0.0  # when to start it; None: it runs
+        self.since = 0.0  # monotonic time of the last start, or of the announcement of the address
+        self.deaths = 0  # deaths in a row
+        self.due: float | None = 0.0  # monotonic time of the next start; None: the process runs
         self._read = 0  # bytes of the log that have been searched
 
     def start(self, now: float) -> None:
-        """Starts the process, on its last port if it has announced one since its last start. Raises OSError."""
-        # Other processes know its last port. A start that failed announced no port: the next one takes any free port.
+        """Starts the process. Raises OSError if no process can be started."""
+        # Other processes know the last announced port. If the last start announced no port, any free port will do.
         port = self.address.rpartition(":")[2] or "0"
         self.address, self.since, self.due = "", now, None
         self._read = self.log.stat().st_size if self.log.exists() else 0
@@ -93,10 +93,10 @@ class Preprocessors:
             )
             for number in range(count)
         ]
-        self._changed = threading.Condition()  # guards the three fields below, and addresses
+        self._changed = threading.Condition()  # guards the three fields below, and the addresses of `_all`
         self._places: Places | None = None
         self._failure = ""
-        self._complete = False  # all have listened
+        self._complete = False  # every process has announced an address
         self._closing = threading.Event()
         # The system ends the preprocessors with the thread that starts them.
         self._thread = threading.Thread(target=self._run, name="preprocessors", daemon=True)
@@ -119,7 +119,7 @@ class Preprocessors:
         return {name: process.pid for name, process in running if process is not None}
 
     def tell(self, places: Places) -> None:
-        """Tells `places` the current addresses, and from now on new addresses and failures."""
+        """Tells `places` the current addresses and, from now on, each new address and the failure."""
         with self._changed:
             self._places = places
             for process in self._all:
@@ -129,13 +129,13 @@ class Preprocessors:
                 places.fail(self._failure)
 
     def restart(self, place: str) -> None:
-        """Kills a preprocessor that hangs; it is started again."""
+        """Kills the preprocessor named `place`; the thread of this object starts it again."""
         for process in self._all:
             if process.name == place:
                 process.send(signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends all preprocessors. Blocks for a few seconds at most."""
+        """Ends all preprocessors. Blocks for at most 3 seconds a preprocessor that ignores SIGTERM."""
         self._closing.set()
         self._thread.join()
 

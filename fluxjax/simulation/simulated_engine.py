@@ -10,7 +10,7 @@ It works as vLLM and SGLang do, in steps. At the end of each step the engine
 
 Time is not simulated token by token. While no sample enters or leaves, the time of n steps is a sum in closed form, so
 the engine jumps to the next step with an event: a sample's last token, a full cache. A call from outside (a new sample,
-an abort, an update) cuts the jump short at the end of the step under way. An event costs O(log n).
+an abort, an update) cuts the jump short at the end of the step under way.
 `continuous_batch.py` has the samples and the cache, without time.
 """
 
@@ -94,9 +94,9 @@ class SimulatedEngine:
         self._samples: dict[tuple[str, int], Sequence] = {}  # by request and number
 
     def submit(self, rid: str, sample: int, prompt_tokens: int, total_tokens: int, begun: Segments = ()) -> None:
-        """Adds a sample that ends with `total_tokens` generated tokens; the tokens of `begun` exist already. It waits
-        while the engine is down. Raises SimulatedEngineError if the engine has this sample already, if the sample has
-        no tokens left to generate, or if it can never fit."""
+        """Adds a sample that ends with `total_tokens` generated tokens; the tokens of `begun` exist already. The sample
+        waits while the engine is down. Raises SimulatedEngineError if the engine has this sample already, if the sample
+        has no tokens left to generate, or if the cache can never hold the sample."""
         batch, had = self.batch, sum(tokens for _, tokens in begun)
         if had >= total_tokens or prompt_tokens + total_tokens > batch.kv_limit:
             raise SimulatedEngineError(
@@ -112,7 +112,7 @@ class SimulatedEngine:
             self._interrupt()
 
     def abort(self, name: str) -> list[SampleProgress]:
-        """Ends a request (`rid`) or one sample (`rid/i`), and returns the tokens of each sample; [] if none is here."""
+        """Ends a request (`rid`) or one sample (`rid/i`). Returns the progress of each ended sample."""
         rid, _, sample = name.partition("/")
         found = [key for key in self._samples if key[0] == rid and (not sample or key[1] == int(sample))]
         if found:
@@ -130,15 +130,15 @@ class SimulatedEngine:
 
     def update(self, seconds: float, version: int, recompute: bool, done: Action | None = None) -> None:
         """Loads new weights: pauses for `seconds` from the end of the step under way, then generates under `version`.
-        `recompute` fills the cache anew under the new weights. `done` is called when the weights are loaded, unless the
-        engine is down or crashes before: then it has the weights when it is up again. Updates follow one another."""
+        `recompute` fills the cache anew under the new weights. `done` is called when the weights are loaded. If the
+        engine is down or crashes before, `done` is not called: the engine has the weights after `recover`."""
         self._newest = version
         if self.up:
             self._updates.append((seconds, version, recompute, done))
             self._interrupt()
 
     def slow_down(self, factor: float) -> None:
-        """Makes every step take `factor` times as long as normally, from the next step on."""
+        """Makes every step take `factor` times its normal time, from the next step on."""
         self._slowdown = factor
         self._interrupt()
 
@@ -205,7 +205,7 @@ class SimulatedEngine:
             self._jump.cut(done, self.clock.now)
 
     def _interrupt(self) -> None:
-        """Has the engine decide anew as soon as possible: now, or at the end of the step under way."""
+        """Has the engine choose its next action as soon as possible: now, or at the end of the step under way."""
         self._settle()
         if self._inside or self._cut:
             return

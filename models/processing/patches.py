@@ -1,10 +1,10 @@
 """Resizes frames, turns them into patches, and puts patches from raster order into the vision tower's window order.
 
 The published tower permutes patches into attention windows on every forward pass. Here the permutation, the
-2-D positions and both segmentations are computed once, on the host, with numpy; the model sees contiguous runs.
+2-D positions and both segmentations are computed once, on the host, with numpy; windows are contiguous in the model.
 
 Raster order is that of the Hugging Face processors: media in order, frame pairs in time, then merge blocks row by row,
-then the `merge ** 2` patches of a block row by row. This file imports no JAX, since decoding needs none.
+then the `merge ** 2` patches of a block row by row. Processes that only decode media use this file: it needs no JAX.
 
 Frames are resized bicubically, bit for bit as torchvision resizes the videos of the published processors.
 Torch and Pillow interpolate with the same antialiased kernel, one axis after the other, but quantise its weights
@@ -40,8 +40,8 @@ def _cubic(x: np.ndarray) -> np.ndarray:
 def _bands(source: int, target: int) -> tuple[int, tuple[tuple[int, int, int, np.ndarray], ...]]:
     """The precision of the weights in bits, and the bands of outputs.
 
-    A band is its start, the span of inputs (start, stop) and the integer weights `[outputs, inputs]`, in a float type
-    in which every sum with 8-bit pixels is exact.
+    A band is its first output, the span of inputs (start, stop) and the integer weights `[outputs, inputs]`. The
+    weights have a float type in which every sum with 8-bit pixels is exact.
     """
     scale = source / target
     support = 2 * max(scale, 1.0)
@@ -70,7 +70,7 @@ def _bands(source: int, target: int) -> tuple[int, tuple[tuple[int, int, int, np
 
 
 def _along_last(planes: np.ndarray, target: int) -> np.ndarray:
-    """`[..., n]` pixels to `[..., target]`, still whole numbers from 0 to 255, in float."""
+    """Pixels `[..., n]` resized to `[..., target]`: whole numbers from 0 to 255, in float."""
     if planes.shape[-1] == target:
         return planes
     precision, bands = _bands(planes.shape[-1], target)
@@ -116,7 +116,7 @@ def patchify(frames: np.ndarray, layout: PatchLayout) -> tuple[np.ndarray, Grid]
 
 
 def normalise(patches: np.ndarray, pixels: PixelSettings, *, fused: bool) -> np.ndarray:
-    """Patches `[P, X]` (float32) of uint8 patches `[P, 3, n]`.
+    """Normalised patches `[P, X]` (float32) of uint8 patches `[P, 3, n]`.
 
     Two orders of the same arithmetic are in use, and they differ in the last bit: transformers' Pillow backend (its
     reference for images) rescales and then normalises; its video processor scales mean and deviation (`fused`).

@@ -20,8 +20,8 @@ BICUBIC = 3  # a member of `PIL.Image.Resampling`; videos have no other resampli
 
 @dataclasses.dataclass(frozen=True)
 class PixelSettings:
-    """Resizing and normalisation. `min_pixels` and `max_pixels` bound the area of one frame, but for videos of a timed
-    layout (`PatchLayout.timed`) that of all frames together."""
+    """Resizing and normalisation. `min_pixels` and `max_pixels` bound the area of one frame. For videos of a timed
+    layout (`PatchLayout.timed`) they bound the area of all frames together."""
 
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
@@ -72,13 +72,14 @@ PROCESSORS = {  # names of transformers' classes for prompts and for videos, by 
 
 
 def read_pixels(config: JsonObject, default: PixelSettings) -> PixelSettings:
-    """The settings in a `preprocessor_config.json` dictionary. Raises ValueError for a step that is switched off."""
+    """The settings in a `preprocessor_config.json` dictionary. Raises ValueError for a step that is switched off, and
+    for a `size` that does not bound pixels."""
     for step in STEPS:
         if config.get(step, True) is False:
             raise ValueError(f"{step}=false is not supported")
     said = {name: value for name, value in config.items() if value is not None}  # 0 is a setting, too
     size = said["size"] if isinstance(said.get("size"), dict) else {}
-    # the older pair of names wins over `size`, as in transformers
+    # the older names min_pixels and max_pixels win over `size`, as in transformers
     low = said.get("min_pixels", size.get("min_pixels", size.get("shortest_edge")))
     high = said.get("max_pixels", size.get("max_pixels", size.get("longest_edge")))
     if said.get("size") and None in (low, high):
@@ -148,13 +149,13 @@ def write_configs(
     image_config = common(image) | {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": processor,
-        # read in a folder that has no config.json
+        # for folders that have no config.json
         "window_size": layout.window_size,
         "tokens_per_second": layout.tokens_per_second,
     }
     sampling: dict[str, object] = {"num_frames": frames.num_frames} if frames.num_frames else {"fps": frames.fps}
     if frames.num_frames and layout.timed:
-        sampling["fps"] = None  # else transformers' class has a rate of its own, and refuses both
+        sampling["fps"] = None  # else transformers' class adds its default rate, and refuses a rate beside `num_frames`
     video_config = common(video) | {
         "video_processor_type": video_processor,
         "processor_class": processor,

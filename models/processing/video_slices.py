@@ -2,9 +2,9 @@
 
 Frames are identified by their times. All packets are read first, without decoding. Their sorted times are the frames'
 times, as a complete decoding has shown (`Medium.seekable`). Then the packets from an entry point on (`EntryPoints`)
-go to a decoder, until the last requested frame is there. Each packet must be the one that was read before, and each
-frame must have the next time of the list: the frames are then those of a decoding from the start. If anything
-differs, nothing is returned, and the caller decodes the complete file.
+go to a decoder, until the last requested frame is there. Each packet must equal the packet that was read before, and
+each frame must have the next time of the list: a decoding from the start would give the same frames. If anything
+differs, also without seeking, `slice` returns None, and the caller decodes the complete file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Slice:
 
 
 class _Note(NamedTuple):
-    """Facts of a packet that was read and not decoded."""
+    """Facts of a packet that was read and not decoded. Times are in the stream's time base."""
 
     time: int | None  # time of its frame
     begin: int | None  # time of its decoding
@@ -75,10 +75,10 @@ class VideoSlicer(VideoReader):
     medium: Medium
 
     def slice(self, pairs: range) -> Slice | None:
-        """The sampled frames of one frame pair, or of several neighbouring frame pairs.
+        """The sampled frames of the frame pairs `pairs`.
 
-        None if the frames can't be identified without a complete decoding, also if the file has changed. Raises
-        MediaError for a file that can't be used.
+        None if the file has changed, or if only a complete decoding can identify the frames. Raises MediaError for a
+        file that can't be used.
         """
         with contextlib.suppress(_Unexpected, FFmpegError, OSError):
             container, stream = open_container(self.file, self.name, self.limits)
@@ -153,7 +153,7 @@ class VideoSlicer(VideoReader):
         raise _Unexpected
 
     def _fitted(self, image: np.ndarray, plan: _Plan) -> np.ndarray:
-        """The frame resized to the medium's size. Raises _Unexpected if its own size leads to another size."""
+        """The frame resized to the medium's size. Raises _Unexpected if the frame's own size leads to another grid."""
         height, width, _ = image.shape
         size = self.size(width, height, plan.count)
         if (size[0] // self.layout.patch_size, size[1] // self.layout.patch_size) != self.medium.grid[1:]:
@@ -162,8 +162,8 @@ class VideoSlicer(VideoReader):
 
 
 def _sought(container: InputContainer, stream: VideoStream, plan: _Plan) -> Iterator[Packet]:
-    """Yields the packets from the plan's first packet on, found by its time. Raises _Unexpected or FFmpegError if it is
-    not found."""
+    """Yields the packets from the plan's first packet on, found by its time. Raises _Unexpected or FFmpegError if that
+    packet is not found."""
     note, codec = plan.notes[plan.first], stream.codec.canonical_name
     if plan.first == 0 or note.begin is None:
         raise _Unexpected

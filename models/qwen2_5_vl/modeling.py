@@ -43,8 +43,8 @@ class PatchEmbed(nnx.Module):
 
 
 class VisionBlock(nnx.Module):
-    """Pre-norm attention and MLP, all with biases. `q`, `k`, `v` are one weight (`C`). `plain` blocks have layer norms
-    and an MLP without gate, other blocks have RMS norms and a gated MLP."""
+    """Pre-norm attention and MLP, all with biases. `q`, `k`, `v` are one weight (axis `C`). `plain` blocks have layer
+    norms and an MLP without gate, other blocks have RMS norms and a gated MLP."""
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs, stack: int | None = None, *, plain: bool = False) -> None:
         D, F, N, H = config.hidden_size, config.intermediate_size, config.num_heads, config.head_dim
@@ -91,7 +91,7 @@ class PatchMerger(nnx.Module):
 
 
 def axial_rotary(config: VisionConfig, positions_P2: Array) -> tuple[Array, Array]:
-    """(cosine, sine) `[P, H]` float32: half of the pairs turn with the row, half with the column."""
+    """(cosine, sine) `[P, H]` float32: half of the pairs of a head rotate with the row, half with the column."""
     quarter = config.head_dim // 4
     exponent = np.arange(quarter, dtype=np.float32) / np.float32(quarter)
     frequencies = (np.float32(1) / np.float32(config.rope_theta) ** exponent).astype(np.float32)
@@ -156,8 +156,8 @@ class Qwen25VL(Decoder):
         """(token embeddings, features that layers add). A token's `feature_index_BT`, if not negative, is a
         row of the features. The row's first D numbers replace the token's embedding; layers add the rest.
 
-        Features are those of `vision`, or `features_MX` if they were computed before. Without either the tower does
-        not run: text-only batches cost nothing extra.
+        Features are those of `vision`, or `features_MX` if they were computed before. Without both, the tower does not
+        run. Raises ValueError for features without `feature_index_BT`.
         """
         x = walk.use(self.embedding)(tokens_BT)
         if vision is not None:

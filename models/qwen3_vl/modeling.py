@@ -1,8 +1,8 @@
 """Qwen3-VL: the decoder of Qwen3, and a vision tower several of whose layers the decoder reads (DeepStack).
 
 Every layer of the tower attends within a frame pair. Its patches have learned positions, too: a square grid, resampled
-bilinearly to the rows and columns of each frame. The tower's layers are cut into stacks, behind each layer whose
-features the decoder reads: so a walk hands on nothing but a hidden state.
+bilinearly to the rows and columns of each frame. The tower's layers are cut into stacks behind each layer whose
+features the decoder reads, so that a walk hands on only a hidden state.
 """
 
 import jax
@@ -25,7 +25,7 @@ def grid_taps(
 ) -> tuple[Int[Array, "P 4"], Float[Array, "P 4"]]:
     """The four entries of a grid `[side, side]`, row by row, between which a patch lies, and the weight of each.
 
-    The corners of a frame lie on the corners of the grid. Patches of padding (segment 0) get some entries of the grid.
+    The corners of a frame lie on the corners of the grid. Patches of padding (segment 0) get arbitrary entries.
     """
     begins_P = jnp.diff(frame_segments_P, prepend=frame_segments_P[:1]) != 0
     frame_P = jnp.cumsum(begins_P.astype(jnp.int32))

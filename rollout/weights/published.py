@@ -50,7 +50,7 @@ _JOINED = (
     (re.compile(r"\.in_proj_(qkv|z)\."), ".in_proj_qkvz."),
     (re.compile(r"\.in_proj_[ab]\."), ".in_proj_ba."),
 )
-# Places of the parts in a joined tensor; parts with other names are sorted by their names.
+# The order of the parts in a joined tensor; parts with other names are in the order of their names.
 _ORDER = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1, "in_proj_b": 0, "in_proj_a": 1}
 _MOVED = (("model.language_model.", "model."), ("model.visual.", "visual."), (".attn.qkv.", ".attn.qkv_proj."))
 _KEYS_VALUES = re.compile(r"\.self_attn\.[kv]_proj\.")
@@ -58,7 +58,7 @@ _KEYS_VALUES = re.compile(r"\.self_attn\.[kv]_proj\.")
 _BY_ROWS = re.compile(r"\.((q|gate|up)_proj|in_proj_[abz]|linear_fc1|A_log|dt_bias)(\.|$)|merger\.mlp\.0\.")
 _BY_COLUMNS = re.compile(r"\.(o_proj|out_proj|down_proj|attn\.proj|mlp\.2|linear_fc2)\.weight$")
 _LINEAR_ATTENTION = re.compile(r"^(.*\.linear_attn\.)(in_proj_qkv|conv1d)\.")  # rows: queries, keys, values
-_WEIGHTS = (".weight", ".bias")  # ends of the names that are weights; servers hash buffers, too
+_WEIGHTS = (".weight", ".bias")  # endings of the names of weights; servers hash buffers, too
 Hash = Callable[[Sequence[np.ndarray]], str]
 
 # Constants of SGLang's hash of a tensor on a GPU.
@@ -91,7 +91,7 @@ class SharedFolders:
         sweep(where, PREFIX)
         self._root = pathlib.Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))
         weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)  # at the latest when Python ends
-        self._written: list[tuple[Published, list[weakref.ref[Any]]]] = []  # each with the arrays that it is made of
+        self._written: list[tuple[Published, list[weakref.ref[Any]]]] = []  # versions, each with its arrays
         self._count = 0
         self._lock = threading.Lock()
 
@@ -151,7 +151,7 @@ def scratch_folder() -> pathlib.Path:
 
 
 def sweep(where: pathlib.Path, prefix: str) -> None:
-    """Removes the folders of killed runs, each as large as the model. Names are `prefix`, then a process id."""
+    """Removes the folders of killed runs, each as large as the model. A name begins with `prefix` and a process id."""
     for folder in where.glob(f"{prefix}*"):
         owner, _, rest = folder.name.removeprefix(prefix).partition("-")
         if "-" in rest:  # the prefix ends with a host's name; this folder's host has a longer name
@@ -164,7 +164,7 @@ def sweep(where: pathlib.Path, prefix: str) -> None:
 
 
 class Checksums:
-    """The checksums of the tensors of a safetensors file, computed when they are first needed, in any thread."""
+    """The checksums of the tensors of a safetensors file, computed when first needed. Any thread may use them."""
 
     def __init__(self, file: pathlib.Path, kv_heads: int) -> None:
         self._file, self._kv_heads = file, kv_heads
@@ -187,13 +187,13 @@ class Checksums:
             _compare(wanted, held, where)
 
     def differing(self, ranks: Sequence[Mapping[str, str]]) -> tuple[list[str], int]:
-        """Returns (the tensors that some rank lacks or has with another checksum, the number of all tensors)."""
+        """Returns (names that some rank lacks or has with another checksum, number of all tensors of a rank)."""
         wanted = [self._wanted(ranks, rank) for rank in range(len(ranks))]
         names = [_differing(sums, held) for sums, held in zip(wanted, ranks, strict=True)]
         return [*dict.fromkeys(name for found in names for name in found)], len(wanted[0])
 
     def _wanted(self, ranks: Sequence[Mapping[str, str]], rank: int) -> Mapping[str, str]:
-        """The checksums that a rank should have: by the names and the hash of the server."""
+        """The checksums that a rank should have, for the names and the hash that the server uses."""
         as_served = len(ranks) > 1 or not set(self._names) <= ranks[0].keys()
         options = [self._expected(as_served, len(ranks), rank, sha256)]
         if as_served and not any(ranks[rank].get(name) == value for name, value in options[0].items()):

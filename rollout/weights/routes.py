@@ -36,16 +36,16 @@ class SyncRoute:
         self._memory = memory
 
     def publish(self, version: int, params: Mapping[str, Any]) -> Published:
-        """Writes a version (`SharedFolders.write`), once, before any server gets it. Blocks; from any thread."""
+        """Writes a version once (`SharedFolders.write`), before any server gets it. Blocks. Any thread may call it."""
         return self._memory.write(version, params)
 
     async def deliver(self, client: ServerClient, published: Published, pause: Pause) -> None:
         """Brings the version near the server, which generates meanwhile, then pauses the server and has it serve the
-        version. After the pause, the server may hold a part of the version for a time."""
+        version. From the pause on, the server may hold parts of two versions for a time."""
         raise NotImplementedError
 
     def keep(self, wanted: Sequence[Published]) -> None:
-        """Removes files that `wanted` does not need. Blocks; from any thread."""
+        """Removes files that neither `wanted` nor a starting server needs. Blocks. Any thread may call it."""
         self._memory.keep(wanted)
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class Buckets(SyncRoute):
         await pause()
         try:
             await client.begin_weight_update()
-        except Refused:  # an update that broke off is still open; this one overwrites it
+        except Refused:  # an update that broke off is still open; the new update overwrites it
             with contextlib.suppress(Refused):  # the server may refuse to end an incomplete update
                 await client.end_weight_update()
             await client.begin_weight_update()
@@ -134,9 +134,9 @@ class OrbaxFolders(SyncRoute):
     """`orbax`: whole versions or deltas travel, by a folder that all hosts share, into the memory of each host, while
     servers generate.
 
-    `rollout.serve` pulls weights itself. Released SGLang can't: on this host (`here`) this process pulls, on others an
-    agent (`python -m rollout.weights.agent`). `agents` maps addresses of servers to addresses of agents; a server
-    without an agent gets the order itself. `token` is for agents, too."""
+    `rollout.serve` pulls weights itself, SGLang does not. This process pulls for SGLang on this host (`here`), an agent
+    (`python -m rollout.weights.agent`) pulls on other hosts. `agents` maps addresses of servers to addresses of agents;
+    a server without an agent is asked itself. `token` gives access to agents and servers."""
 
     def __init__(
         self,

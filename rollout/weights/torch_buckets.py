@@ -1,8 +1,8 @@
 """Weights for SGLang's `/update_weights_from_tensor`: pickled with their bytes, or memory that SGLang opens.
 
 A flattened bucket is `{"flattened_tensor": bytes of all tensors as one uint8 tensor, "metadata": [one a tensor]}`
-(`sglang.srt.weight_sync.tensor_bucket`). The trainer needs no PyTorch for it: the pickle that PyTorch would make is
-written opcode by opcode.
+(`sglang.srt.weight_sync.tensor_bucket`). The trainer needs no PyTorch for such a bucket: the pickle that PyTorch would
+make is written opcode by opcode.
 
 PyTorch can hand over to another process of this host only memory of its own allocator. A shared bucket is therefore
 PyTorch's memory in this process, filled from JAX's arrays by DLPack, from device to device: no byte goes through the
@@ -125,7 +125,7 @@ def device_tensors(config: DecoderConfig, params: Mapping[str, Any]) -> dict[str
     """A function for each tensor, by its name in a checkpoint: casts the tensor to a dtype, and returns its bytes `[N]`
     (uint8) as in a checkpoint, on the device. An array has no function if other processes hold parts of it.
 
-    Functions keep no array alive: they return None for an array that was freed."""
+    A function keeps no array alive: it returns None for an array that was freed or deleted."""
     values, found = by_path(params), dict[str, Bytes]()
     for entry in tensor_names(config):
         value = values[entry.path]
@@ -152,7 +152,7 @@ def _flat(value: jax.Array, layer: jax.Array, entry: TensorName, dtype: np.dtype
 
 
 class SharedBucket:
-    """Memory that another process opens. It is filled again when that process has read it."""
+    """Memory that another process opens. The memory may be filled again when that process has read it."""
 
     def __init__(self) -> None:
         """Raises ImportError if PyTorch is not installed."""

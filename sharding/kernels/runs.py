@@ -1,9 +1,9 @@
-"""The table by which layers with a state go through packed rows: which chunk follows which.
+"""The table by which layers with a state go through packed rows in chunks of tokens.
 
 A run is all tokens of one segment and branch, in the order of their columns. The path of a token is its run up to the
 token, behind its prompt's run if the token belongs to a branch. A layer with a state (`delta`) computes chunks of
-tokens, and a chunk belongs to one run. So its state begins anew at each segment, and every branch begins with the state
-that the prompt ends with. Padding is in no run, wherever it stands.
+tokens, and a chunk belongs to one run. The layer's state begins anew at each segment; every branch begins with the
+state at the end of the prompt. Padding is in no run.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 CHUNK = 64  # tokens, a power of two; on CPUs 32 takes as long, 128 a third longer
-LONG_ROW = 1024  # tokens; runs of shorter rows are short, too, and would leave most cells of a chunk of 64 empty
-TAIL = 3  # tokens before a token that its convolution reads
+LONG_ROW = 1024  # tokens; shorter rows have short runs, which would leave most cells of a chunk of 64 empty
+TAIL = 3  # the convolution of a token reads this number of tokens before it
 
 
 class ChunkStart(enum.IntEnum):
@@ -23,8 +23,8 @@ class ChunkStart(enum.IntEnum):
 
     NEW = 0  # zero
     NEXT = 1  # the state after the chunk before; in the first chunk of a row, the given state
-    FORK = 2  # as NEXT, and this state is kept for the prompt's other branches
-    BRANCH = 3  # the kept state
+    FORK = 2  # the state after the chunk before, which is also kept for the prompt's other branches
+    BRANCH = 3  # the state that the last FORK kept
 
 
 @jax.tree_util.register_dataclass
@@ -34,8 +34,8 @@ class PackedRuns:
 
     `columns_BNC` is the column of each cell's token, -1 for nothing; `cells_BT` is the inverse, the cell (`n * C + c`)
     of each token, -1 for padding. `start_BN` has the `ChunkStart` of each chunk. `before_BN3` has the columns of the
-    three tokens before a chunk on its path, oldest first, and `last_B3` the last three of the row's last path: -1 is
-    nothing, and `T`, `T + 1`, `T + 2` are the three tokens before the row, oldest first, if its state is given.
+    three tokens before a chunk on its path, `last_B3` those of the last three tokens of the row's last path. Both
+    begin with the oldest token. -1 is nothing. If a row's state is given, `T` to `T + 2` are the tokens before the row.
     """
 
     columns_BNC: Any
@@ -53,7 +53,7 @@ def chunk_size(columns: int) -> int:
 def packed_runs(
     segments_BT: np.ndarray, branches_BT: np.ndarray, chunks: int = 0, *, given: bool = False, size: int = 0
 ) -> PackedRuns:
-    """Returns the table of rows under the rules of `models.inputs.PackedTokens`.
+    """Returns the table of packed rows, whose arrays follow the rules of `models.inputs.PackedTokens`.
 
     Every row gets `chunks` chunks (0: as many as the fullest row needs) of `size` tokens (0: `chunk_size`). With
     `given`, the first run of each row goes on from a state that the caller has. Raises ValueError if `chunks` are too
@@ -80,7 +80,7 @@ class _Row:
         new = np.diff(segment, prepend=-1) != 0
         starts = np.flatnonzero(new | (np.diff(branch, prepend=-1) != 0))
         lengths = np.diff(starts, append=len(order))
-        # The prompt of each run, which is the first run of the segment if its branch is 0.
+        # The first run of each run's segment: it is the prompt if its branch is 0.
         head = np.maximum.accumulate(np.where(new[starts], np.arange(len(starts)), 0))
         forked = (branch[starts] != 0) & (branch[starts[head]] == 0)
         prompt_end = starts[head] + lengths[head] - 1
@@ -120,7 +120,7 @@ class _Row:
         return columns.reshape(chunks, self.size), cells, start, before, self._path(np.array([self.end]))[0]
 
     def _path(self, last: np.ndarray) -> np.ndarray:
-        """The columns of these tokens and of the two before each of them on its path, oldest first."""
+        """The columns of each token of `last` and of the two tokens before it on its path, oldest first."""
         path = [last]
         for _ in range(TAIL - 1):
             path.insert(0, self.previous[path[0]])

@@ -1,14 +1,15 @@
 """The processes of a run find each other: the address at which each is reached, and a wire between each two.
 
 They first exchange addresses and secrets through `jax.distributed`. A connection counts only if the caller names its
-process and the secret of the process that it calls.
+own process and the secret of the called process.
 
 `initialize` starts `jax.distributed` so that the other processes have time to report the death of process 0. Process
 0 serves JAX's coordination service. When its connection closes, JAX 0.10.2 aborts every other process within 0.1 s,
 with a stack trace and SIGABRT; neither `jax_enable_recoverability` nor a heartbeat time-out changes that, and a
 callback in Python can't be given (its argument can't be converted). But only a closing connection causes the abort:
 while it stays open, missing heartbeats end a process only after `heartbeat_timeout_seconds` (100). So each of the other
-processes reaches the service through a relay of its own; the relay forwards every byte, and never closes their side.
+processes reaches the service through a relay of its own, which forwards every byte. Once the relay has reached the
+service, it never closes the connection to its process.
 """
 
 import contextlib
@@ -33,10 +34,10 @@ from .wires import LinkError, Wire
 
 T = TypeVar("T")
 _WIDTH = 1024  # bytes of a process's entry in `gather`
-_GREETING = 1024  # bytes
-_STRANGERS = 64  # callers without a greeting, beside the processes: a further caller replaces the oldest
+_GREETING = 1024  # bytes of a greeting, at most
+_STRANGERS = 64  # callers without a greeting, beside the processes; a further caller replaces the oldest
 _PATIENCE = 20.0  # seconds for which a relay calls the coordination service before it hangs up; JAX then tries again
-_PIECE = 1 << 16  # bytes
+_PIECE = 1 << 16  # bytes that a relay reads at once, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Card:
 
 
 def gather(mine: T) -> list[T]:
-    """Returns `mine` of every process, in order, sent as JSON. Collective. Raises LinkError if a process has died."""
+    """Returns `mine` of every process, in order, sent as JSON. Collective. Raises LinkError if a process has died,
+    or if `mine` takes more than `_WIDTH` bytes."""
     data = json.dumps(mine).encode()
     if len(data) > _WIDTH:
         raise LinkError(f"what this process is called takes {len(data)} bytes, more than {_WIDTH}; say a shorter host")
@@ -73,9 +75,9 @@ def place() -> str:
 
 
 def own_address(peer_hosts: Sequence[str]) -> str:
-    """Returns the IP address from which this host speaks to the first of `peer_hosts` (names) that has an address.
+    """Returns this host's IP address towards the first of `peer_hosts` (names) that it does not reach over loopback.
 
-    If no name has an address, returns that of the default route, or loopback without such a route. Sends nothing.
+    Without such a host, returns the address of the default route, or 127.0.0.1 without such a route. Sends nothing.
     """
     for name in (*peer_hosts, "192.0.2.1"):  # an address for documentation: it belongs to nobody
         try:
@@ -103,7 +105,7 @@ def listen(address: str, processes: int) -> socket.socket:
 
 
 def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: float) -> dict[int, Wire]:
-    """Makes a wire to every peer: calls processes with lower numbers; higher numbers call this process at `door`.
+    """Makes a wire to every peer: calls processes with lower numbers; the other processes call this one at `door`.
 
     Raises LinkError if a peer is missing after `timeout` seconds.
     """
@@ -177,7 +179,7 @@ def _callers(door: socket.socket, most: int, end: float) -> Generator[tuple[sock
 
 
 def _rest_of_line(caller: socket.socket) -> bytes:
-    """Reads the part of a caller's line that has arrived, and no byte after the line; no byte if the caller is gone."""
+    """Reads the part of a caller's line that has arrived, and no byte after the line. Empty if the caller is gone."""
     with contextlib.suppress(OSError):
         seen = caller.recv(_GREETING, socket.MSG_PEEK)
         return caller.recv(seen.find(b"\n") + 1 or len(seen))
@@ -198,11 +200,11 @@ def _greeted(greeting: bytes, secret: str) -> int:
 
 
 def initialize(coordinator: str, processes: int, process: int, **options: Any) -> None:
-    """Calls `jax.distributed.initialize(coordinator, processes, process, **options)`, through a relay if not process 0.
+    """Calls `jax.distributed.initialize` with these arguments; all processes but 0 reach `coordinator` through a relay.
 
     `coordinator` is `host:port`; on loopback, no other host reaches the service. `heartbeat_timeout_seconds` must stay
-    above the time-out of `Links`: otherwise `Links` has no time to name a process that hangs. JAX's calls to the
-    service release the interpreter lock, so that a relay in threads of this process is enough.
+    above the time-out of `Links`: otherwise `Links` has no time to name a process that hangs. The relay can run in
+    threads of this process, since JAX's calls to the service release the interpreter lock.
     """
     if process > 0:
         coordinator = _relay(coordinator)
@@ -252,7 +254,7 @@ def _relay_to(near: socket.socket, target: tuple[str, int]) -> None:
 
 
 def _forward(source: socket.socket, target: socket.socket, close: bool) -> None:
-    """Forwards until either side ends; then, if `close`, ends sending to `target` (see the module's docstring)."""
+    """Forwards until either side ends. Then ends sending to `target` if `close` (see the module's docstring)."""
     with contextlib.suppress(OSError):
         while piece := source.recv(_PIECE):
             target.sendall(piece)

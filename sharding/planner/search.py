@@ -1,7 +1,7 @@
-"""A search beyond the quick descent: beam searches place all sequences anew, then the best placements are repaired.
+"""A search beyond the descent of `placement`: beam searches place all sequences anew, then repair improves the best.
 
 Repair takes some sequences of two or three blocks of devices out of a placement, and places them anew if that helps.
-If loads are tight, a cheaper placement may need changes in all blocks at once; repair does not find it. Two of the
+If loads are tight, a cheaper placement may need changes in all blocks at once, which repair does not find. Two of the
 mixes of `tests/sharding/test_planner_mixes.py` therefore send 1 and 2 % more than the least.
 """
 
@@ -15,21 +15,21 @@ from .plan import Placement, Problem
 # For each beam: the weight of unevenness, and the share of the limits that the beam aims at, since the last sequences
 # exceed the aim a little. No pair is best for all problems.
 STARTS = ((0.001, 0.997), (0.1, 0.997), (0.4, 0.997), (1.0, 0.997), (1.0, 0.999), (0.4, 0.999))
-WIDTH = 64  # partial placements (ways) that a beam keeps
+WIDTH = 64  # partial placements (ways) that a beam keeps, at most
 BLOCK = 64  # devices that are searched together
 RUNGS = ((1024, 32), (10240, 64))  # ways times devices of all beams, then rounds of repair of the best two
 ALLOWED = (1.0, 1.005, 1.01, 1.02, 1.03, 1.04, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5)  # factors on the compute limit
-DEALS = 24  # rounds of repair for each factor
+DEALS = 24  # rounds of repair for each factor of `ALLOWED`
 EPS = 1e-9
 
 HARD = 1e4  # the weight of exceeding a limit in a beam, against traffic in units of one device's limit
-DUST = 0.04  # share of a device's limit: smaller sequences only follow the best way, which they hardly change
+DUST = 0.04  # share of a device's limit; once sequences are smaller, a beam keeps the best way only
 
 EVENS = (0.001, 0.1, 0.4, 1.0) * 2  # the weight of unevenness in each try of a round of repair; tries run side by side
 TOUCHED = 3  # blocks of devices whose sequences a try may move; two, if blocks are larger than `LARGE`
-LARGE = 8
+LARGE = 8  # devices of a block
 FREED = 12  # the most sequences that a try places anew
-FEW = 16  # ways that the beams of repair keep
+FEW = 16  # ways that a beam of repair keeps, at most
 
 
 def search(
@@ -54,9 +54,9 @@ def search(
 
 
 def beams(problem: Problem, cells: int) -> list[Placement]:
-    """A placement for each of the first entries of `STARTS`. Devices are searched side by side, in blocks of at most
-    `BLOCK` devices, or of the highest degree if that is more. `cells` bounds the number of ways times the devices, over
-    all beams."""
+    """A placement for each of the first entries of `STARTS`. Blocks of devices are searched side by side; a block has
+    at most `BLOCK` devices, or `top_degree` if that is more. `cells` bounds ways times devices, summed over all
+    beams, but at least two beams keep two ways each."""
     top = top_degree(problem)
     units = problem.num_devices // top
     per = max(k for k in range(1, units + 1) if units % k == 0 and (k == 1 or k * top <= BLOCK))
@@ -95,13 +95,13 @@ def beam(
     weights: Sequence[float],
     width: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Degree and first device, within its block, of every sequence: `[blocks, sequences]` int each.
+    """(degree, first device within the block) of every sequence: `[blocks, sequences]` int each.
 
-    Beam search places the largest sequence first, on any group of devices, in each of the best ways so far. Blocks of
-    devices that share nothing are searched in lockstep, so that one numpy call serves all of them.
+    Beam search places the largest sequence first, on any aligned group of 2^k devices, in each of the best ways so far.
+    Blocks of devices are independent, and searched in lockstep: one numpy call serves all blocks.
 
     `work_KI` and `tokens_KI`, `[blocks, sequences]`, are in units of one device's limit, zero behind a block's last
-    sequence. `held_KRD`, `[blocks, 2, devices]`, is the work and the tokens that devices already have.
+    sequence. `held_KRD`, `[blocks, 2, devices]`, has the work and the tokens of each device before the search.
     `weights[log2(p)]` is the traffic of a token at degree `p`, `even_K` the weight of unevenness against traffic; the
     beam keeps `width` ways. Limits that can't be met are exceeded by as little as the search achieves.
     """
@@ -155,7 +155,7 @@ def device_shares(degree_I: np.ndarray, first_I: np.ndarray, num_devices: int) -
 
 
 def _groups(loads_KBRD: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
-    """`[blocks, ways, 2, groups]`: the largest load of a device of each group, and the sum over its devices."""
+    """(the largest load in each group of devices, the sum of the loads): `[blocks, ways, 2, groups]` each."""
     most, total = [loads_KBRD], [loads_KBRD]
     for _ in range(levels - 1):
         most.append(np.maximum(most[-1][..., ::2], most[-1][..., 1::2]))
@@ -178,7 +178,7 @@ def _best(score_KC: np.ndarray, keep: int) -> np.ndarray:
 
 
 def top_degree(problem: Problem) -> int:
-    """The highest degree to look at first: the degree of a host, or more if the longest sequence needs it."""
+    """The highest degree that is tried first: the largest within a host (`tau`), or more if a sequence needs more."""
     need = float(problem.shares.max())
     degree = min(1 << (problem.limits.tau.bit_length() - 1), problem.max_degree)
     while degree < problem.max_degree and degree < need:
@@ -188,7 +188,7 @@ def top_degree(problem: Problem) -> int:
 
 def redealt(problem: Problem, degree: int) -> list[int]:
     """Deals sequences to blocks of `degree` devices; returns each sequence's block. Repairs the result of `dealt`, with
-    a block as one device: slower than `dealt`, and better. While the limit of compute isn't met, tries a higher one."""
+    a block as one device: slower than `dealt`, and better. If the compute limit can't be met, tries higher limits."""
     block_I = dealt(problem, degree)
     amounts = problem.shares / degree
     placement: Placement = ([1] * len(block_I), block_I)

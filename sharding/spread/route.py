@@ -1,9 +1,9 @@
-"""Routes the features of the vision tower from the device that computed them to the devices that hold their tokens.
+"""Routes features of the vision tower from the devices that computed them to the devices that hold their tokens.
 
 The tower's work is spread evenly, wherever the tokens are, so that features must move. They move as on a hypercube: in
-at most one step for each mesh axis of size two. In a step every device exchanges features with its partner across that
-axis: it sends the features whose destination is on the partner's side. The host plans which device sends which
-features; the program is the same on all devices, and a device without features takes part.
+at most one exchange across each mesh axis of size two. In an exchange every device has a partner across the axis, and
+sends the features whose destination is on the partner's side. The host plans which device sends which features; all
+devices run the same program, also devices without features.
 """
 
 import dataclasses
@@ -22,8 +22,9 @@ from .shapes import Sizes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExchangeRoute:
-    """The plan of an exchange: `sends[k][device]` are the rows of the device's buffer that cross axis `axes[k]` in step
-    `k`. Received rows are appended to the buffer, which begins as the device's own features. Unused entries send row 0.
+    """The plan of all exchanges: `sends[k][device]` are the rows of the device's buffer that cross axis `axes[k]` in
+    exchange `k`. Received rows are appended to the buffer, which begins with the device's own features. Unused entries
+    send row 0.
     """
 
     sends: tuple[Any, ...]  # i32 [devices, count] each
@@ -40,7 +41,7 @@ class ExchangeRoute:
 
 def crossings(wanted_DD: np.ndarray) -> Sizes:
     """The most features that one device sends across each axis, as `send/<axis>`, if device `i` has `wanted_DD[i, j]`
-    features for device `j`. The number is too large if several devices need one feature."""
+    features for device `j`. A feature that several devices need is counted several times."""
     num_devices = len(wanted_DD)
     block, device = replica_size(num_devices), np.arange(num_devices)
     at_DD, needs = wanted_DD.astype(np.int64), {}

@@ -1,13 +1,13 @@
 """Tail batching: rounds that do not wait for a few long responses (Flexes, section 3).
 
 A *short round* launches more prompts than a step needs, and more responses than a group needs. The first complete
-groups win; the other prompts are deferred. Once a step's worth of deferred prompts waits, they get a *long round*: it
-launches no excess prompts or responses and cuts no response off. So no prompt is lost, and the newest weights have
-generated all trained tokens.
+groups win; the other prompts are deferred. When enough prompts for a step are deferred, they get a *long round*, which
+launches no excess prompts or responses and cuts no response off. So no prompt is lost. If `max_staleness` is 0, the
+newest weights have generated all trained tokens.
 
-With `max_staleness`, a long round also generates new prompts for its step, and the groups of its deferred prompts are
-*held*: they join this step and the next steps, a few in each, so that every step has its share of long prompts. Such a
-group may then be `max_staleness` versions old.
+If `max_staleness` is above 0, a long round also generates new prompts for its step. The groups of its deferred prompts
+are *held*: they join this step and the next steps, a few in each, so that every step has its share of long prompts. A
+held group may be up to `max_staleness` versions old.
 
 With dynamic sampling (Flexes, section 7) a round continues until enough groups have differing rewards; groups of equal
 rewards are skipped, never deferred, and new prompts are launched instead.
@@ -29,7 +29,7 @@ class TailBatching(Rounds):
     """Launches `prompts` times the needed prompts, and `responses` times the needed responses, in short rounds (the
     paper's eta)."""
 
-    prompts: float | str = 2.0  # a text means a schedule of the coordinator's
+    prompts: float | str = 2.0  # a text is a schedule, which the coordinator computes
     responses: float | str = 1.0
     max_staleness: int = 1  # 0: the groups of a long round are a step by themselves
     round: str = dataclasses.field(default="", init=False)  # "short" or "long" during a round
@@ -46,7 +46,7 @@ class TailBatching(Rounds):
         ledger, oldest = coordinator.ledger, coordinator.version - self.max_staleness
         held = [entry for entry in ledger.at(PromptStage.SCORED) if entry.prompt.draw in self.held]
         self.held = {entry.prompt.draw for entry in held}
-        if old := [entry for entry in held if entry.born < oldest]:  # the run was resumed with another bound
+        if old := [entry for entry in held if entry.born < oldest]:  # a resumed run may have a smaller `max_staleness`
             return [entry.park() for entry in old]
         waiting, needed = ledger.at(PromptStage.DEFERRED), coordinator.settings.prompts_per_step
         long = len(waiting) >= needed or coordinator.exhausted
@@ -59,8 +59,8 @@ class TailBatching(Rounds):
         return self._round(coordinator)
 
     def _round(self, coordinator: Coordinator) -> Sequence[Instruction]:
-        """Draws all prompts before it launches any: how far responses have got when a draw ends is a matter of
-        timing."""
+        """Returns the next instructions of the round. All prompts are drawn before any is launched, since the progress
+        of responses when a draw ends depends on timing."""
         ledger, needed = coordinator.ledger, self._needed(coordinator)
         scored = self._count(coordinator, PromptStage.SCORED, PromptStage.TRAINING)
         complete = scored + self._count(coordinator, PromptStage.COMPLETE)
@@ -83,7 +83,7 @@ class TailBatching(Rounds):
         return self._close(coordinator, needed)
 
     def _close(self, coordinator: Coordinator, needed: int) -> Sequence[Instruction]:
-        """Closes the round without waiting for running responses; if it has too many groups, the lowest draws win."""
+        """Defers running prompts, then closes the round. If the round has too many groups, the lowest draws win."""
         ledger = coordinator.ledger
         if self._held_unscored(coordinator):
             return []
@@ -137,7 +137,7 @@ class TailBatching(Rounds):
         return max(unscored, 0) + self._held_unscored(coordinator)
 
     def _wanted(self, coordinator: Coordinator) -> int:
-        """Returns the number of prompts that this round should have under way, beside held prompts."""
+        """Returns the number of prompts, beside held prompts, that this round keeps running or complete."""
         needed = self._needed(coordinator)
         if self.round == "long":
             return needed

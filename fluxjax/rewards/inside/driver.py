@@ -1,7 +1,8 @@
 """Runs the tests of a task against code in another process, and writes the verdict.
 
 A test sees a stand-in for each function or class of the code. A call sends its arguments as plain data, and the test
-compares plain data. The verdict is the last line of standard error; standard input and output are the conversation.
+compares plain data. The verdict is the last line of standard error. Requests to the code's process go to standard
+output, its answers come on standard input.
 """
 
 import ast
@@ -35,7 +36,7 @@ class Conversation:
     def __init__(self) -> None:
         self._answers, self._requests = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
         self.broken = ""
-        self._contents: dict[Any, Any] = {}  # contents of objects since the last call of the code
+        self._contents: dict[Any, Any] = {}  # contents of objects, read since the last call of the code
 
     def hear(self) -> Any:
         """Returns the next value from the code's process. Raises the code's exception, or `Gone`."""
@@ -146,7 +147,7 @@ def solution(conversation: Conversation, names: Iterable[str]) -> types.ModuleTy
 
 
 def run_tests(path: str) -> None:
-    """Runs the task in the JSON file `path`."""
+    """Runs the tests of the task in the JSON file `path`, writes the verdict, and ends this process."""
     conversation = Conversation()
     verdicts = os.fdopen(os.dup(2), "w")
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -161,7 +162,7 @@ def run_tests(path: str) -> None:
         conversation.hear()  # raises if the code did not load
         sys.modules["solution"] = solution(conversation, wanted(task["tests"], task["setup"], task["entry_point"]))
         failure = run(task, sys.modules["solution"])
-    except BaseException as error:  # tests may end as they like
+    except BaseException as error:  # tests may raise anything
         failure = described(error)
     if conversation.broken:
         failure = conversation.broken
@@ -173,9 +174,10 @@ def run_tests(path: str) -> None:
 
 
 def wanted(tests: str, setup: str, entry_point: str) -> list[str]:
-    """Returns the names that tests use and only the code can define, in their order; among them a used `entry_point`.
+    """Returns the names, each once, that `setup` and the tests use and only the code can define. A used `entry_point`
+    is always among them.
 
-    It leaves out names that the tests or `setup` define or import, and names of Python: the code's own `abs` or `math`
+    Names that the tests or `setup` define or import are left out, and names of Python: the code's own `abs` or `math`
     does not replace the tests'.
     """
     nodes = [node for source in (complete(setup), tests) for node in ast.walk(ast.parse(source))]
@@ -196,7 +198,7 @@ def wanted(tests: str, setup: str, entry_point: str) -> list[str]:
 
 
 def unusable(tests: str) -> str:
-    """Says why no code could pass these tests here: they are no Python, or import a missing package. Else empty."""
+    """Returns why no code could pass these tests: they are no Python, or import a missing package. Else empty."""
     try:
         body = ast.parse(tests).body
     except SyntaxError as error:
@@ -317,7 +319,7 @@ def _compare(function: Any, inputs: list[list[Any]], outputs: list[Any]) -> str:
 
 
 def same(given: Any, expected: Any) -> bool:
-    """Compares plain data as JSON writes it: tuples are lists, and floats are equal within 1e-9 of the larger one."""
+    """Compares plain data as JSON writes it: tuples are lists, and numbers are equal within 1e-9 of the larger one."""
     if isinstance(given, list | tuple) and isinstance(expected, list | tuple):
         return len(given) == len(expected) and all(map(same, given, expected))
     if isinstance(given, dict) and isinstance(expected, dict):
