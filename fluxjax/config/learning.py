@@ -1,5 +1,5 @@
-"""The sections of `Config` that say what is learned when and how: scheduling policies, corrections and replay, the
-algorithm with its critic, and adapters.
+"""The sections of `Config` about learning: scheduling policies, corrections and replay, the algorithm with its critic,
+and adapters.
 
 Numbers that may change during a run may be schedules, written as text: see `fluxjax.config.schedules`.
 
@@ -59,7 +59,7 @@ class SynchronousConfig(Chosen):
 
     @property
     def staleness_limit(self) -> int | None:
-        """The most versions that a trained token may be behind; None: the policy itself has no such bound."""
+        """The most versions that a trained token may be behind; None: the scheduling policy sets no bound."""
         return None
 
 
@@ -221,7 +221,8 @@ class AlgorithmConfig(Section):
         return cls(**{"name": name, **OWN_SETTINGS.get(name, {}), **settings})
 
     def choose(self, name: str) -> None:
-        """Sets the algorithm's own settings, and resets the previous algorithm's unless changed; other fields stay."""
+        """Sets the own settings of the algorithm `name`. Own settings of the previous algorithm get their defaults,
+        unless they were changed."""
         fresh = AlgorithmConfig()
         for field, value in OWN_SETTINGS.get(self.label, {}).items():
             if getattr(self, field) == value:
@@ -231,7 +232,7 @@ class AlgorithmConfig(Section):
             setattr(self, field, value)
 
     def renews_reference(self, version: int) -> bool:
-        """Returns True if the weights of this version, just trained, become the reference."""
+        """Returns True if the weights of this version become the reference after their training step."""
         return self.kl_coefficient > 0 and self.reference_every > 0 and version % self.reference_every == 0
 
     @property
@@ -254,7 +255,7 @@ class AlgorithmConfig(Section):
         return label(self.name)
 
     def validate(self) -> None:
-        """Raises `ConfigError` for an algorithm that RL can't have. Imports no user's algorithm."""
+        """Raises `ConfigError` for a name that RL can't have and for settings that exclude each other."""
         if self.kl_in_reward and not self.kl_coefficient:
             raise ConfigError("algorithm.kl_in_reward needs algorithm.kl_coefficient above 0, not 0.0")
         name = self.label
@@ -290,7 +291,7 @@ class AlgorithmConfig(Section):
 class CriticConfig(Section):
     """The settings of the critic that some algorithms have (PPO): its training, and advantages from its values."""
 
-    # Other settings of the critic are those of optim; its minibatches and epochs are those of algorithm.
+    # The critic takes its other settings from optim, and its minibatches and epochs from algorithm.
     lr: float = positive(1e-3)  # learning rate of the critic; for large models, as a rule, ten times the policy's
     # Steps in which only the critic learns; the policy, and the schedule of its learning rate, begin after these steps.
     warmup_steps: int = not_negative(0)
