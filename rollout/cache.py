@@ -121,7 +121,7 @@ class KVCache:
         return dataclasses.replace(self, states=self._written(slot_B, jax.tree.map(lambda *x: jnp.stack(x), *layers)))
 
     def insert(self, rows: Rows, writes: PageWrites) -> KVCache:
-        """The cache with pages filled from prefilled rows. Several pages may get one column: samples share prompts."""
+        """The cache with pages filled from prefilled rows. A column may go to several pages: samples share a prompt."""
 
         def write(x: Array, new: Array) -> Array:
             new_WSLKH = new[:, writes.row_W[:, None], :, writes.column_WS]

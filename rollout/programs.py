@@ -229,7 +229,7 @@ class EnginePrograms:
         ) -> tuple[Array, KVCache, list[DeltaState | None]]:
             positions_3B1 = jnp.broadcast_to((batch.position_B + i)[None, :, None], (3, B, 1))
             rotary, entry_B = model.rotary(positions_3B1), batch.entries_BR[:, i]
-            length_B = jnp.where(alive_B, batch.length_B + i + 1, 1)  # an ended sample may have no page for more
+            length_B = jnp.where(alive_B, batch.length_B + i + 1, 1)  # an ended sample may lack pages for more tokens
 
             def step(
                 layer: Any, carry: tuple[Array, KVCache], xs: tuple[int, DeltaState | None]
@@ -316,8 +316,8 @@ def sample(
 
     Forbidden ids are removed first, then all but the `top_k` most probable tokens, then all but the smallest set of
     these whose renormalised probability reaches `top_p`; equal logits rank by token id. The sampled token has the
-    largest sum of logit and Gumbel noise, which does not depend on an order of summation. `index_B` is the token's
-    index in its response.
+    largest sum of logit and Gumbel noise, so no sum over tokens decides. `index_B` is the token's index in its
+    response.
     """
     greedy_B = params.temperature_B == 0
     temperature_B = jnp.where(greedy_B, 1.0, params.temperature_B)

@@ -1,6 +1,7 @@
 """The cost model, for planning and simulation: seconds of attention, all-to-alls, linear work, vision tower.
 
-All seconds are those of one forward pass of the whole model (all layers) on one device, unless said otherwise.
+All seconds are those of one forward pass of the whole model (all layers) on one device, unless said otherwise. The
+devices that compute one sequence are a device group.
 `python benchmarks/calibrate.py` measures a machine and writes the file that `CostModel.load` reads.
 """
 
@@ -59,8 +60,8 @@ class ModelSizes:
         return 2.0 * (self.layers * layer + self.width * self.vocabulary) + self.other_flops
 
     def vision_flops(self) -> float:
-        """FLOPs a patch of one forward pass of the vision tower and its mergers. Attention scores are left out: with
-        windows of 64 patches, as in most layers of Qwen2.5-VL, they are 2 % of the rest."""
+        """FLOPs a patch of one forward pass of the vision tower and its mergers, without attention scores: with windows
+        of 64 patches, as in most layers of Qwen2.5-VL, attention scores take 2 % of these FLOPs."""
         mlp = self.vision_products * self.vision_width * self.vision_mlp
         tower = self.vision_layers * (4 * self.vision_width**2 + mlp)
         merged = self.patches_per_token * self.vision_width  # a token's patches side by side
@@ -113,8 +114,8 @@ class Link:
 
 def link_bytes(total: Number, degree: int, node: int) -> tuple[Number, Number]:
     """Returns (sent, flying) of both all-to-alls of a layer, which have `total` bytes: the bytes that a device sends to
-    the other devices of its device group, and the bytes that all these devices send to each other. If they are more
-    than a node has, `sent` counts bytes to other nodes only: transfers within a node are faster and run meanwhile."""
+    the other devices of its device group, and the bytes that all these devices send to each other. In a device group
+    wider than a node, `sent` counts bytes to other nodes only: transfers within a node are faster and run meanwhile."""
     receivers = degree - node if degree > node else degree - 1
     return total * receivers / degree**2, total * (degree - 1) / degree
 
@@ -237,7 +238,7 @@ class CostModel:
 
         A device computes its unsharded sequences first; meanwhile the inputs of its first sharded round are under way.
         The start of a round's attention issues the inputs of the next round; the end issues the outputs of the round. A
-        device has one wire: its all-to-alls run in order, and start when all devices of the device group are ready.
+        device has one wire for its all-to-alls, in order; an all-to-all starts when all its devices are ready.
 
         `squares` is the attention work of each sequence. Attention takes `factor` times the forward pass's time. A
         `mirrored` pass swaps the bytes of inputs and outputs.

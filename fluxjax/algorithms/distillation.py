@@ -25,8 +25,8 @@ class Distillation(RLAlgorithm):
     def token_loss(
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
     ) -> LossAndMetrics:
-        """Returns each token's loss, as in the head of this file. The metrics are those of `clipped_loss`, and
-        `teacher_kl`, the estimate k1 of KL(policy || teacher) in nats."""
+        """Returns `clipped_loss` for the advantages in the head of this file. Its metrics get `teacher_kl`, the
+        estimate k1 of KL(policy || teacher) in nats."""
         trained_BT = batch.loss_weights_BT != 0.0
         behind_BT = masked(batch.reference_logprobs_BT - proximal(logprobs_BT, batch), trained_BT)
         advantages_BT = cfg.kl_coefficient * batch.advantages_BT * behind_BT

@@ -20,9 +20,9 @@ _STOPPING = "stopping after this step; once more to stop at once"
 
 
 def hear_signals(stops: list[Callable[[], None]], end: Callable[[int], None]) -> None:
-    """Handles Ctrl-C and SIGTERM from now on. For each signal, a new thread pops a function from `stops` and calls the
-    function, or calls `end` with the signal's number if `stops` is empty. Python's own handlers run in the main thread,
-    which may compile for minutes or wait for other processes for ever.
+    """Starts a thread that handles Ctrl-C and SIGTERM. At each signal, the thread calls a function that it pops from
+    `stops`, or `end` with the signal's number if `stops` is empty. Python's own handlers run in the main thread, which
+    may compile for minutes or wait for other processes for ever.
 
     Only commands call `hear_signals`. Call `take_signals` after `jax.distributed.initialize`, which takes SIGTERM.
     """

@@ -50,7 +50,7 @@ class Composition:
     cells: np.ndarray
     lengths: np.ndarray
     coming: tuple[TrainBatch, ...] = ()
-    filled: tuple[Filled, ...] = ()  # the use of each microbatch's buffers, over all devices; empty if unknown here
+    filled: tuple[Filled, ...] = ()  # the use of each microbatch's buffers, over all devices; empty beyond process 0
     elsewhere: tuple[Microbatch, ...] = ()
 
     @property

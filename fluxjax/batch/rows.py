@@ -22,9 +22,9 @@ from .share import Item, Outline, Piece, Row, TrainGroup, check, chunks_needed, 
 
 # tokens: with a smaller `packing.tokens_per_row`, fitted row lengths save less than compiling their programs costs
 LONG = 1024
-FEWER = 0.97  # a packing with fewer rows a microbatch must have less than this share of the best packing's cells
+FEWER = 0.97  # share of the best packing's cells that a packing with fewer rows a microbatch must stay below
 SHORTEST = 16  # no row is shorter than `packing.tokens_per_row` divided by this
-GRID = 3  # sizes of a buffer: its cap, a half and a quarter of it; for the number of short rows also three quarters
+GRID = 3  # sizes of a buffer: the cap, a half and a quarter of the cap; for the number of short rows also 3/4
 
 
 @dataclasses.dataclass(frozen=True)

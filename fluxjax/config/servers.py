@@ -25,14 +25,14 @@ class ServersConfig(Section):
     """Rollout servers, if rollout.engine is serve or sglang."""
 
     count: int = positive(1)  # servers that the run starts on its host; without effect if there are addresses
-    addresses: tuple[str, ...] = ()  # servers that others start: ("http://127.0.0.1:30000",); they get FLUXJAX_TOKEN
+    addresses: tuple[str, ...] = ()  # servers that others start: ("http://127.0.0.1:30000",); FLUXJAX_TOKEN is sent
     # Flags of servers that the run starts: ("--tp-size", "{degree}", "--base-gpu-id", "{device}"). {server} is a
     # server's number, {degree} the number of its devices, {device} the first device, {devices} all, as in 2,3.
     flags: tuple[str, ...] = ()
     # Environment variables of these servers, filled in as flags are: ("CUDA_VISIBLE_DEVICES={devices}",).
     environment: tuple[str, ...] = ()
     python: str = ""  # the interpreter that has SGLang; empty: the run's interpreter
-    start_seconds: float = positive(600.0)  # seconds that a server may take to start, or to come back
+    start_seconds: float = positive(600.0)  # seconds that a server may take to start, or to be up again after a failure
     colocated: bool = False  # the servers share the training devices, and sleep during training
 
     def validate(self) -> None:

@@ -52,7 +52,7 @@ class Started(Event):
 
 class PromptsDrawn(Event):
     """The answer to `DrawPrompts`: usable prompts in draw order. `skipped` are prompts that could not be prepared, as
-    (prompt, reason). `prompts` and `skipped` are together fewer than `DrawPrompts.count` if the data is exhausted."""
+    (prompt, reason). Usable and skipped prompts are fewer than `DrawPrompts.count` only if the data is exhausted."""
 
     prompts: tuple[Prompt, ...]
     skipped: tuple[tuple[Prompt, str], ...] = ()
@@ -115,7 +115,7 @@ class CheckpointSaved(Event):
 
 
 class EngineFailed(Event):
-    """The engine lost these requests with all their tokens; their prompts must be generated again."""
+    """An engine lost these requests with all their tokens; the prompts must be generated again."""
 
     request_ids: tuple[str, ...]
     reason: str

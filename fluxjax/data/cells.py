@@ -1,7 +1,7 @@
 """Media embedded in parquet files: the items of a column, the path of each item, and the bytes of one item at a time.
 
 Data sets of the Hugging Face hub hold structs of `bytes` and `path`. The statistics of a row group count the `bytes`
-that are not null, and the short paths count the items: if all or none are embedded, no media bytes have to be read. The
+that are not null, and the short paths count the items: if all items or none are embedded, no media bytes are read. The
 statistics of a column of bytes suffice, too, unless the column holds lists. Other columns are read 16 rows at a time.
 
 A cell is named `COLUMN/ROW/INDEX`: the row counts within its file, the index within the row's list. The row groups in

@@ -1,4 +1,4 @@
-"""A preprocessor's side of Arrow Flight: it measures media, and hands out requested slices of them.
+"""The Arrow Flight server of a preprocessor, which measures media and hands out requested slices of their patches.
 
 The server is FlexRL's Local Preprocessor (section 4), and serves the media settings of its first client only. Clients
 present the server's token; a server without a token decodes all images and videos of this machine for everybody who can

@@ -19,7 +19,7 @@ from models.shadow import Rows
 from .tickets import ByteStore, normalised
 
 log = logging.getLogger("fluxjax.data")
-QUESTION_BYTES = 8 << 20  # bytes from which a question gets no further rows: all its patches arrive together
+QUESTION_BYTES = 8 << 20  # bytes of patches, which arrive together, after which a question gets no further rows
 
 
 @dataclasses.dataclass(eq=False)

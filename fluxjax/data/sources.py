@@ -255,7 +255,7 @@ class JsonlSource(PromptList):
     "images": ["images/a.png"]}`. Media paths are relative to the manifest's folder, or URLs; the manifest may be a URL.
 
     All lines are checked when the file is opened; media are not read. Raises `DataError`, naming the file and the line,
-    for a line that is no record or lacks a field, and for the first line if no record can be used."""
+    for a line that is no record or lacks a field, and for the first record if no record can be used."""
 
     def __init__(self, path: str | pathlib.Path, name: str, fields: Fields | None = None) -> None:
         path = local(str(path))

@@ -146,7 +146,7 @@ class Caller(abc.ABC):
 
 
 class _Batch:
-    """Completions that are scored together. `send` gets the new batch, and waits until the batch is `full` or old."""
+    """Completions that `send` scores together as soon as the batch is `full` or `BATCH_WAIT` seconds old."""
 
     def __init__(self, send: Callable[[_Batch], Coroutine[Any, Any, list[Any]]]) -> None:
         self.completions: list[Completion] = []

@@ -29,7 +29,7 @@ log = logging.getLogger("fluxjax.rewards")
 _KEPT = 65_536  # prompts whose progress is remembered: far more than are in flight
 _LOOKED_AT = 500  # answers of a source that are read before a run begins
 _CLOSING_SECONDS = 5.0  # most seconds for a reward's `close`
-_HERE = ("math", "format", "code", "judge")  # kinds that are called in this process, and bound their own work
+_HERE = ("math", "format", "code", "judge")  # kinds of rewards that this process always calls
 _LOGGED = 5  # failures of one reward that are logged one by one
 _WINDOW = 1000  # last responses over which the share of failures is computed
 _REASONS = 32  # reasons that are counted one by one; further reasons are counted together
@@ -91,7 +91,7 @@ class GuardedReward:
         self.note(self.source, f"{self.name}: {reason}")
         scored, failed = len(self._recent), sum(self._recent)
         if scored >= JUDGED and failed > self.max_failed * scored:
-            self._recent.clear()  # `give_up` is called again only after as many further failures
+            self._recent.clear()  # `give_up` is called again after `JUDGED` further responses at the earliest
             self.give_up(
                 f"reward {self.name!r} of data.sources.{self.source} failed on {failed / scored:.0%} of the last "
                 f"{scored} responses, more than rewards.max_failed = {self.max_failed:g}; most often: "

@@ -40,7 +40,7 @@ class SimulationConfig(Section):
     train_gpus: int = not_negative(0)  # GPUs for training alone; 0: engines and trainer share all GPUs, in turn
     degree: int = positive(2)  # GPUs of an engine
     max_running: int = positive(256)  # samples that an engine decodes at once
-    speed: float = positive(1.0)  # speed of every GPU, compute and memory alike, in H800s
+    speed: float = positive(1.0)  # speed of every GPU in compute and memory, relative to an H800
     memory_fraction: float = within(0.6, "[0, 1]")  # share of a GPU's memory for rollout, weights included
     median: float = positive(550.0)  # tokens of a response
     spread: float = not_negative(1.05)  # standard deviation of the logarithm of a response's length

@@ -246,7 +246,7 @@ class Processor:
         messages.append({"role": "user", "content": content})
         rendered = render(self.chat_template, messages, **special)
         bos = special.get("bos_token")
-        # As in transformers, models with vision get the tokenizer's first and last tokens, unless the text has the bos.
+        # As in transformers, `ends` is for models with vision, and for texts that do not begin with the bos token yet.
         return self.encode(rendered, ends=self.vision and not (bos and rendered.startswith(bos)))
 
     def _check_marks(self, text: str, media: Sequence[tuple[str, Source]]) -> None:

@@ -162,7 +162,7 @@ class Rounds(Base, abc.ABC):
                 )
 
     def _other_degree(self, coordinator: Coordinator) -> int:
-        """Returns the number of devices that an engine should have from now on; 0 if it does not change now."""
+        """Returns the number of devices that an engine should have from now on; 0 if the number does not change now."""
         planner, ledger = coordinator.parallelism, coordinator.ledger
         if planner is None or planner.degree == coordinator.fleet.degree or self._in_round(coordinator):
             return 0
@@ -208,8 +208,8 @@ def generate(
     avoid: int = -1,
 ) -> Sequence[messages.Instruction]:
     """Returns the instruction to generate each entry on the engine of `engines` (empty: of all) that is not lent and
-    has the least predicted work; engine `avoid` only if no other engine is left. Entries with `keep(entry)` continue
-    their begun responses, with as many responses as before."""
+    has the least predicted work. Engine `avoid` gets entries only if no other engine can. Entries with `keep(entry)`
+    continue their begun responses, with as many responses as before."""
     fleet = coordinator.fleet
     loads, requests = list(fleet.load), []
     for entry in entries:

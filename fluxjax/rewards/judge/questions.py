@@ -169,7 +169,7 @@ _MOST_BRACES = 100  # beginnings of JSON objects that are tried, from the end
 _NUMBER = r"[-+]?[0-9]{1,9}(?:\.[0-9]{1,9})?"
 _LINE = "VERDICT {nonce}: NUMBER"
 _OBJECT = '{"nonce": "{nonce}", "verdict": NUMBER}'
-_PATTERN_SECONDS = 1.0  # the most seconds of a user's pattern
+_PATTERN_SECONDS = 1.0  # seconds that a search with a user's pattern may take
 
 
 class VerdictReader:
@@ -190,7 +190,7 @@ class VerdictReader:
                 raise ConfigError(f"judge.pattern is {pattern!r}, which is no regular expression: {error}") from error
             if not groups:
                 raise ConfigError(f"judge.pattern is {pattern!r}; it must have a group (...), which matches the number")
-            # A process searches, which can be killed: a pattern may take for ever on some text that a model wrote.
+            # Another process searches, and can be killed: a pattern may take for ever on a text that a model wrote.
             path = "fluxjax.rewards.extraction:last_group"
             self._pool = WorkerPool(path, 1, seconds=_PATTERN_SECONDS, memory_gib=0.25, name="judge.pattern")
 
