@@ -110,7 +110,7 @@ class DataConfig(Section):
     max_pixels: int = not_negative(0)  # the most pixels of an image or a frame; 0: as in the checkpoint
     video_frames: int = positive(4)  # frames sampled from a video
     chat_template: bool = False  # render prompts with the checkpoint's chat template, else plain text
-    preprocessors: int = not_negative(0)  # processes that a trainer process starts; 0: it decodes media itself
+    preprocessors: int = not_negative(0)  # preprocessors of each trainer process; 0: trainer processes decode media
     # Processes that decode for a preprocessor (0: as many as its share of the cores), or for a run without
     # preprocessors (0: the run's threads decode). A process that takes too long or too much memory for a file is
     # killed. A script that trains with workers needs `if __name__ == "__main__":`, since each process imports the

@@ -101,9 +101,9 @@ class AdaptiveAsyncConfig(Chosen):
     # (always synchronous) and 1 (always all of max_staleness) stay.
     ratio: float = within(0.5, "[0, 1]")
     interrupt: bool = True  # engines get new weights at once, while responses go on; False: after all responses end
-    # How a step's groups are chosen among the scored groups (Flux, component 4), some of: stalest (oldest weights
-    # first), stratify (each staleness in proportion), curriculum (easy groups first, less and less), diversity (sources
-    # and media kinds in proportion), lengths (similar lengths together).
+    # Preferences by which a step's groups are chosen among the scored groups (Flux, component 4): stalest (oldest
+    # weights first), stratify (each staleness in proportion), curriculum (easy groups first, less and less), diversity
+    # (sources and media kinds in proportion), lengths (similar lengths together).
     prefer: tuple[str, ...] = bounded(
         (), lambda value: set(value) <= set(PREFERENCES), f"have some of {', '.join(PREFERENCES)}"
     )

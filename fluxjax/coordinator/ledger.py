@@ -15,7 +15,7 @@ from .messages import ABORTED, Park, Request, response_id
 
 
 class CoordinatorError(RuntimeError):
-    """A message to or from the coordinator contradicts its books."""
+    """A message to or from the coordinator contradicts the coordinator's books."""
 
     before: Sequence[str] = ()  # the last lines of the coordinator's log
 

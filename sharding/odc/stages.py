@@ -71,7 +71,7 @@ class Step:
 
 
 class StageError(ValueError):
-    """The traced function can't be cut. The message names the obstacle."""
+    """The traced function can't be cut into stages. The message names the obstacle."""
 
 
 class Trace:
