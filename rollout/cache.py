@@ -2,8 +2,8 @@
 
 The cache is a pool of pages (`rollout.slots`); a sample's entries are those of its pages, in order. Layers with Gated
 DeltaNet have no pages, but one state of fixed size a slot. A prefill returns the state behind each of its rows. When
-samples start, the state of their prompt's row is written to each of their slots. A chunk of a prompt leaves its state
-in the slots of the samples that go on from it.
+samples start, the state of their prompt's row is written to each of their slots. The state behind a chunk of a prompt
+is written to the slots of the prompt's samples.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sharding.kernels.paged import gathered
 
 from .slots import PAGE_TOKENS
 
-# A prefill's keys and values [L, B, K, T, H]; if layers have states, those behind its rows [L, B, ...]
+# A prefill's keys and values [L, B, K, T, H]; the states behind its rows [L, B, ...], None without layers with states
 Rows = tuple[Array, Array, DeltaState | None]
 LayerRows = tuple[Array, Array]  # keys and values of one layer [B, K, T, H], as attention reads them
 
@@ -30,8 +30,8 @@ LayerRows = tuple[Array, Array]  # keys and values of one layer [B, K, T, H], as
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StateWrites:
-    """Slots that get the state behind a prefilled row: slot `slot_B[b]` that of row `row_B[b]`. Out-of-range slots
-    (padding) are not written."""
+    """Slots that get the states behind prefilled rows: slot `slot_B[b]` gets the state behind row `row_B[b]`.
+    Out-of-range slots (padding) are not written."""
 
     slot_B: Int[AnyArray, " B"]
     row_B: Int[AnyArray, " B"]
@@ -54,7 +54,7 @@ class PageWrites:
 @dataclasses.dataclass(frozen=True)
 class Context:
     """The cached entries before the rows of a prefill: the first `length_B` entries of the pages `pages_BC`. If the
-    model has layers with states, the state behind these entries is that of `slot_B`."""
+    model has layers with states, the slots `slot_B` hold the states behind these entries."""
 
     pages_BC: Int[AnyArray, "B C"]
     length_B: Int[AnyArray, " B"]
@@ -73,8 +73,7 @@ class KVCache:
 
     @staticmethod
     def shapes(text: TextConfig, pages: int, slots: int, dtype: DTypeLike) -> KVCache:
-        """The arrays of the cache of a model, without values. Heads come before tokens: a head's entries of a page are
-        one block, `[S, H]`."""
+        """The shapes of a model's cache. Heads come before tokens: a head's entries of a page lie side by side."""
         shape = len(text.attention_layers), pages, text.num_kv_heads, PAGE_TOKENS, text.head_dim
         rows = jax.ShapeDtypeStruct(shape, dtype)
         if (heads := text.delta) is None:
@@ -88,7 +87,7 @@ class KVCache:
         return gathered(self.k_LCKSH, pages_BC, layer), gathered(self.v_LCKSH, pages_BC, layer)
 
     def state(self, slot_B: Int[AnyArray, " B"] | None, layer: int) -> DeltaState:
-        """The states of these slots in one layer. An out-of-range slot reads some other slot."""
+        """The states of these slots in one layer. An out-of-range slot gets the state of the last slot."""
         assert slot_B is not None, "the plans of a model with states have slots"
 
         def gather(x: Array) -> Array:
@@ -99,14 +98,14 @@ class KVCache:
         return jax.tree.map(gather, self.states)
 
     def _written(self, slot_B: Int[Array, " B"], new: DeltaState) -> DeltaState:
-        """The states, with those of these slots replaced in all layers; out-of-range slots are dropped."""
+        """The states of all layers, with `new` in these slots; out-of-range slots are dropped."""
         return jax.tree.map(lambda x, y: x.at[:, slot_B].set(y.astype(x.dtype), mode="drop"), self.states, new)
 
     def extended(
         self, layer: int, entry_B: Int[Array, " B"], k_BKH: Float[Array, "B K H"], v_BKH: Float[Array, "B K H"]
     ) -> KVCache:
-        """Writes one entry of each sample in one layer. Entries are numbered through all pages; those out of range are
-        dropped."""
+        """The cache with one new entry of each sample in one layer. Entries are numbered through all pages;
+        out-of-range entries are dropped."""
         page_B, place_B = entry_B // PAGE_TOKENS, entry_B % PAGE_TOKENS
 
         def write(x: Array, new: Array) -> Array:
@@ -115,13 +114,14 @@ class KVCache:
         return dataclasses.replace(self, k_LCKSH=write(self.k_LCKSH, k_BKH), v_LCKSH=write(self.v_LCKSH, v_BKH))
 
     def with_states(self, slot_B: Int[AnyArray, " B"] | None, layers: list[DeltaState]) -> KVCache:
-        """Writes the states of these slots in all layers that have states; out-of-range slots are dropped."""
+        """The cache with new states of these slots, one of `layers` for each layer with states; out-of-range slots are
+        dropped."""
         if not layers or slot_B is None:
             return self
         return dataclasses.replace(self, states=self._written(slot_B, jax.tree.map(lambda *x: jnp.stack(x), *layers)))
 
     def insert(self, rows: Rows, writes: PageWrites) -> KVCache:
-        """Fills pages from prefilled rows. Several pages may read one column: samples share a prompt's prefill."""
+        """The cache with pages filled from prefilled rows. A column may go to several pages: samples share a prompt."""
 
         def write(x: Array, new: Array) -> Array:
             new_WSLKH = new[:, writes.row_W[:, None], :, writes.column_WS]
@@ -135,7 +135,7 @@ class KVCache:
 
 
 def layers_by_kind(layers: list[LayerRows | DeltaState]) -> tuple[list[LayerRows], DeltaState | None]:
-    """(keys and values of each layer with attention; the states of all other layers, stacked, None without any)."""
+    """(keys and values of each layer with attention; the stacked states of all other layers, None without any)."""
     rows = [layer for layer in layers if not isinstance(layer, DeltaState)]
     states = [layer for layer in layers if isinstance(layer, DeltaState)]
     return rows, jax.tree.map(lambda *x: jnp.stack(x), *states) if states else None

@@ -1,12 +1,11 @@
 """The compiled programs of the embedded engine: prefill prompts, fill pages, start samples, decode a round.
 
-They are pure functions of weights, cache and small host arrays. Their compilation depends on bucketed shapes only, not
-on values, so that the number of compilations stays small.
+The programs are pure functions of weights, cache and small host arrays. Their compilation depends on bucketed shapes
+only, not on values, so that the number of compilations stays small.
 
-A round of decoding writes each new token's keys and values to their place in the cache, which is donated, and attention
-reads the pages where they lie (`sharding.kernels.paged`). So a round pays for the samples that run and for the entries
-that they have, and the loop over tokens never copies the cache. States of layers are gathered, carried through the
-loop, and scattered at its end.
+A round of decoding writes the keys and values of each new token into pages of the donated cache, and attention reads
+the pages in place (`sharding.kernels.paged`). So a round pays for running samples and their entries, and the loop over
+tokens never copies the cache. States of layers are gathered, carried through the loop, and scattered after the loop.
 
 Every slot samples its tokens with its own parameters, so that one compiled program serves all slots. Log-probs follow
 the convention of `engine.SamplingParams`: `log_softmax(logits / temperature)` over the whole vocabulary without
@@ -51,7 +50,7 @@ T = TypeVar("T")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Starts:
-    """Samples to start from prefilled rows. `index_B` is the number of tokens of the response (0 without prefix)."""
+    """Samples to start from prefilled rows. `index_B` is the number of tokens that the response has already."""
 
     row_B: Int[AnyArray, " B"]
     last_B: Int[AnyArray, " B"]  # the column of the sample's last token
@@ -61,10 +60,10 @@ class Starts:
 
 
 class EnginePrograms:
-    """The compiled programs of one architecture. Engines of equal settings share them (`programs`).
+    """The compiled programs of one architecture. Engines of equal settings share an object (`programs`).
 
-    `rows` are the shardings of the cache's arrays, and of a prefill's rows, if several devices compute together. All
-    programs keep them, so that a cache can be donated. All other layouts follow from the weights'.
+    `rows` are the shardings of the cache's arrays and of a prefill's rows, if several devices compute together. All
+    programs keep these shardings, so that a cache can be donated. Other layouts follow from the layouts of the weights.
     """
 
     walk = Walk()
@@ -95,7 +94,7 @@ class EnginePrograms:
     def _keep(
         self, rows_FX: Float[Array, "F X"], features_MX: Float[Array, "M X"], row: Int[AnyArray, ""]
     ) -> Float[Array, "F X"]:
-        """Writes features to their rows among the features of their prompt."""
+        """The features of a prompt, with `features_MX` written from row `row` on."""
         return jax.lax.dynamic_update_slice_in_dim(rows_FX, features_MX, row, axis=0)
 
     def _divided(self) -> contextlib.AbstractContextManager[None]:
@@ -188,7 +187,7 @@ class EnginePrograms:
         writes: PageWrites,
         starts: Starts,
     ) -> tuple[KVCache, Int[Array, " N"], Int[Array, "B 1"], Float[Array, "B 1"], Int[Array, " B"]]:
-        """Fills pages, and samples a token a sample; returns what `_decode` does."""
+        """Fills pages, and samples one token of each of the samples `starts`. Returns a tuple as `_decode` does."""
         cache = self._fill(cache, rows, writes)
         model, _ = model_by_layers(self.graphdef, params)
         logits_BV = self._logits(model, hidden_BTD[starts.row_B, starts.last_B])
@@ -200,16 +199,16 @@ class EnginePrograms:
         return cache, last_N, token_B[:, None], logprob_B[:, None], jnp.ones_like(token_B)
 
     def _noted(self, last_N: Array, slot_B: AnyArray, token_B: Array, alive_B: Array) -> Array:
-        """The last tokens of all slots, with those of `slot_B`; `ENDED` for samples that are not alive."""
+        """The last tokens of all slots, with new tokens for `slot_B`; `ENDED` for samples that are not alive."""
         return self._complete(last_N.at[slot_B].set(jnp.where(alive_B, token_B, ENDED), mode="drop"))
 
     def _decode(
         self, params: LayerParams, cache: KVCache, last_N: Int[Array, " N"], batch: DecodeRound
     ) -> tuple[KVCache, Int[Array, " N"], Int[Array, "B R"], Float[Array, "B R"], Int[Array, " B"]]:
-        """Decodes up to `batch.steps` tokens a sample. Returns (cache, last tokens of all slots, tokens, log-probs,
-        each sample's number of tokens).
+        """Decodes up to `batch.steps` tokens a sample. Returns (cache, last tokens of all slots, new tokens, log-probs,
+        each sample's number of new tokens).
 
-        A sample ends at a stop id (counted) or when its limit is reached; the round ends with its last sample.
+        A sample ends at a stop id (counted) or at its limit; the round ends with the last sample or after the steps.
         """
         model, layers = model_by_layers(self.graphdef, params)
         text = model.config.text
@@ -230,7 +229,7 @@ class EnginePrograms:
         ) -> tuple[Array, KVCache, list[DeltaState | None]]:
             positions_3B1 = jnp.broadcast_to((batch.position_B + i)[None, :, None], (3, B, 1))
             rotary, entry_B = model.rotary(positions_3B1), batch.entries_BR[:, i]
-            length_B = jnp.where(alive_B, batch.length_B + i + 1, 1)  # samples that have ended may be at the last page
+            length_B = jnp.where(alive_B, batch.length_B + i + 1, 1)  # an ended sample may lack pages for more tokens
 
             def step(
                 layer: Any, carry: tuple[Array, KVCache], xs: tuple[int, DeltaState | None]
@@ -288,7 +287,7 @@ def _numbers(model: Decoder) -> list[int]:
     return stack.in_order({kind: itertools.count() for kind in stack.modules})
 
 
-programs = functools.lru_cache(maxsize=32)(EnginePrograms)  # engines of equal settings share compiled programs
+programs = functools.lru_cache(maxsize=32)(EnginePrograms)
 
 
 # --- sampling tokens ----------------------------------------------------------------------------
@@ -316,9 +315,9 @@ def sample(
     """Samples one token a slot: `(tokens_B, logprobs_B)`.
 
     Forbidden ids are removed first, then all but the `top_k` most probable tokens, then all but the smallest set of
-    these whose renormalised probability reaches `top_p`; equal logits rank by token id. The maximum of
-    logits with Gumbel noise is the sampled token: it depends on each token's logit and noise, not on an order of
-    summation. `index_B` is the token's index in its response.
+    these whose renormalised probability reaches `top_p`; equal logits rank by token id. The sampled token has the
+    largest sum of logit and Gumbel noise, so no sum over tokens decides. `index_B` is the token's index in its
+    response.
     """
     greedy_B = params.temperature_B == 0
     temperature_B = jnp.where(greedy_B, 1.0, params.temperature_B)
@@ -372,7 +371,7 @@ def _sample_sorted(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: A
 
 
 def _sample_candidates(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: Array) -> tuple[Array, Array]:
-    """Returns (the tokens of `_sample_sorted` among the `CANDIDATES` most probable; whether they suffice, by slot)."""
+    """Returns (tokens as of `_sample_sorted`, from the `CANDIDATES` most probable; whether these suffice, by slot)."""
     logits_BC, ids_BC = jax.lax.top_k(logits_BV, CANDIDATES)  # equal logits rank by token id here, too
     noise_BC = jnp.take_along_axis(noise_BV, ids_BC, axis=-1)
     rank_C = jnp.arange(CANDIDATES)[None, :]

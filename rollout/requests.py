@@ -1,8 +1,8 @@
 """The two ends of a request: the check before the scheduler accepts it, and the stream that its consumer reads.
 
-A request is checked completely before it is accepted, so that a refusal leaves no trace. `checked` returns it in
-plain types (Python's numbers, tuples, int32 and float32 arrays). Later code needs no checks, and a caller who changes a
-list afterwards changes nothing. A stream is an async iterator that ends its request when closed, cancelled or dropped.
+A request is checked completely before it is accepted, so that a refusal leaves no trace. `checked` returns the request
+in plain types (Python's numbers, tuples, int32 and float32 arrays), which later code need not check. A stream is an
+async iterator; a request ends when its stream is closed, cancelled or dropped.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from .slots import PAGE_TOKENS, pages_for
 
 LEAST, MOST = int(np.iinfo(np.int32).min), int(np.iinfo(np.int32).max)  # the device counts in int32
 MOST_SAMPLES = 65536  # most samples of one request
-LONGEST_ROUND = 64  # tokens
+LONGEST_ROUND = 64  # tokens a sample
 # Smaller temperatures would bring logits near the score of forbidden tokens, or beyond float32.
 LEAST_TEMPERATURE = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineLimits:
-    """The bounds of the requests that an engine can serve, and how many samples run at once."""
+    """The bounds of the requests that an engine can serve, and of its rounds and its cache."""
 
-    slots: int
+    slots: int  # samples that run at once
     max_sequence_tokens: int  # most tokens of a prompt and its response
     vocabulary: int
     vision: VisionConfig | None = None  # None for a text-only model
     steps_per_sync: int = 4  # most tokens a sample in one round
-    longest_round: int = 0  # in a round while no sample waits or is near its limit, and pages are free; if more
-    ahead: bool = False  # a turn is dispatched before the tokens of the turn before it are read
+    longest_round: int = 0  # most tokens a sample in one round while no sample waits; 0: `steps_per_sync` always
+    ahead: bool = False  # a turn of the engine is dispatched before the tokens of the previous turn are read
     small_model: bool = True  # batches are filled up rather than compiled in another shape
     kv_tokens: int = 0  # tokens of the cache; 0: all slots at full length
     shadows: bool = False  # patches may be shadow tensors, which the engine fetches
@@ -63,8 +63,8 @@ class EngineLimits:
 
     @staticmethod
     def pace(device: Any, steps_per_sync: int, ahead: bool | None = None) -> dict[str, Any]:
-        """The fields for this device. `ahead=None`: ahead unless it is a CPU, whose cores are the host's, too.
-        `steps_per_sync=0`: rounds of 4 tokens; ahead, of up to 64."""
+        """The fields that depend on the device. `ahead=None`: False on a CPU, whose cores are the host's, too, else
+        True. `steps_per_sync=0`: rounds of 4 tokens, or with `ahead` of up to `LONGEST_ROUND`."""
         ahead = device.platform != "cpu" if ahead is None else ahead
         longest = steps_per_sync or (LONGEST_ROUND if ahead else 4)
         return {"steps_per_sync": steps_per_sync or 4, "longest_round": longest, "ahead": ahead}
@@ -138,7 +138,7 @@ def checked_sampling(sampling: Any, vocabulary: int) -> SamplingParams:
         raise ValueError(f"temperature={temperature} must be 0 (greedy) or a float32 of at least {LEAST_TEMPERATURE}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be in (0, 1]")
-    # Ids outside the vocabulary can't be sampled. Without them no list is longer than the vocabulary.
+    # Ids outside the vocabulary can't be sampled, and are dropped: no list is longer than the vocabulary.
     stop, forbidden = (
         tuple(sorted({id for id in _ids(name, getattr(sampling, name)) if 0 <= id < vocabulary}))
         for name in ("stop_ids", "forbidden_ids")
@@ -202,7 +202,7 @@ def _vision(vision: Any, config: VisionConfig, shadows: bool) -> VisionInput:
 
 
 def _patches(patches_PX: Any, values: int, shadows: bool) -> np.ndarray | ShadowTensor:
-    """The patches, checked. Only shape and dtype of a shadow tensor are checked: its values are fetched later."""
+    """The patches, checked; of a shadow tensor, whose values are fetched later, only shape and dtype."""
     name = "prompt.vision.patches_PX"
     if isinstance(patches_PX, ShadowTensor):
         if not shadows:
@@ -222,7 +222,7 @@ def _is_integer(kind: type) -> bool:
 
 
 def as_integer(name: str, value: Any, least: int | None = LEAST, most: int | None = MOST) -> int:
-    """The value as an int. Raises ValueError, naming the field, for any other value and outside these bounds."""
+    """The value as an int. Raises ValueError, naming the field, for a value that is no integer or out of bounds."""
     if not _is_integer(type(value)):
         raise ValueError(f"{name}={_shown(value)} must be an integer")
     if (least is not None and value < least) or (most is not None and value > most):
@@ -244,7 +244,7 @@ def as_number(name: str, value: Any) -> float:
 
 
 def _ids(name: str, ids: Any) -> tuple[int, ...]:
-    """The token ids as plain integers. Only the set of their types is checked, since prefixes are long."""
+    """The token ids as plain integers. Each type of an id is checked once, since prefixes are long."""
     flat = isinstance(ids, tuple | list) or (isinstance(ids, np.ndarray) and ids.ndim == 1)
     if not flat or not all(map(_is_integer, set(map(type, ids)))):
         raise ValueError(f"{name}={_shown(ids)} must be a tuple of integers")
@@ -284,7 +284,8 @@ def _shown(value: Any) -> str:
 
 
 class Mailbox:
-    """Chunks on their way to one consumer. The engine holds no stream: a dropped stream thus aborts its request."""
+    """Chunks on their way to one consumer. The engine holds only the mailbox: Python collects a dropped stream, and
+    thereby aborts the stream's request."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -296,14 +297,14 @@ class Mailbox:
             self._items.put_nowait(chunk)
 
     def discard(self) -> None:
-        """Drops the chunks of a consumer that went away, and takes no more."""
+        """Drops the chunks of a consumer that went away, and refuses further chunks."""
         while not self._items.empty():
             self._items.get_nowait()
         self._closed = False  # the dropped items may include the end, which `close` puts again
         self.close()
 
     def close(self, error: Exception | None = None) -> None:
-        """Takes no more chunks. The consumer gets the remaining chunks, then the error or the end."""
+        """Refuses further chunks. The consumer gets the remaining chunks, then the error or the end."""
         if not self._closed and not self.loop.is_closed():
             self._closed = True
             self._items.put_nowait(error)

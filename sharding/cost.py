@@ -1,6 +1,7 @@
 """The cost model, for planning and simulation: seconds of attention, all-to-alls, linear work, vision tower.
 
-All seconds are those of one forward pass of the whole model (all layers) on one device, unless said otherwise.
+All seconds are those of one forward pass of the whole model (all layers) on one device, unless said otherwise. The
+devices that compute one sequence are a device group.
 `python benchmarks/calibrate.py` measures a machine and writes the file that `CostModel.load` reads.
 """
 
@@ -28,11 +29,11 @@ class CostError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ModelSizes:
-    """The sizes that a model's cost depends on. `value_bytes` is the size of an activation on the wire, 2 in bfloat16;
-    without `share_kv`, heads that a group can't share evenly are neither filled up nor copied."""
+    """The sizes that a model's cost depends on. `value_bytes` is the size of an activation on the wire, 2 in bfloat16.
+    Without `share_kv`, heads that a device group can't share evenly are neither filled up nor copied."""
 
     name: str
-    layers: int  # with attention
+    layers: int  # layers with attention
     width: int
     heads: int
     kv_heads: int
@@ -43,14 +44,14 @@ class ModelSizes:
     vision_width: int = 0
     vision_mlp: int = 0
     vision_products: int = 3  # matrices of an MLP: three with a gate
-    vision_mergers: int = 1  # each gives a token as many numbers as the decoder is wide
+    vision_mergers: int = 1  # a merger gives a token as many numbers as the decoder is wide
     patch_values: int = 3 * 2 * 14 * 14  # numbers in a patch: channels x frames x height x width
     patches_per_token: int = 4
     value_bytes: int = 2
     share_kv: bool = True
-    other_flops: float = 0.0  # a token, in layers without attention and in gates of attention
+    other_flops: float = 0.0  # FLOPs a token in layers without attention and in gates of attention
     state_layers: int = 0  # layers that mix tokens by a state
-    state_bytes: float = 0.0  # bytes a token of one such layer in the all-to-alls, as `wire_bytes`, without any copies
+    state_bytes: float = 0.0  # bytes a token of one such layer in the all-to-alls, without copies of heads
 
     def linear_flops(self) -> float:
         """FLOPs a token of one forward pass of everything but attention scores: projections, MLPs, output head."""
@@ -59,8 +60,8 @@ class ModelSizes:
         return 2.0 * (self.layers * layer + self.width * self.vocabulary) + self.other_flops
 
     def vision_flops(self) -> float:
-        """FLOPs a patch of one forward pass of the vision tower and its mergers. Attention scores are left out: most
-        layers of Qwen2.5-VL see windows of 64 patches, 2 % of the rest."""
+        """FLOPs a patch of one forward pass of the vision tower and its mergers, without attention scores: with windows
+        of 64 patches, as in most layers of Qwen2.5-VL, attention scores take 2 % of these FLOPs."""
         mlp = self.vision_products * self.vision_width * self.vision_mlp
         tower = self.vision_layers * (4 * self.vision_width**2 + mlp)
         merged = self.patches_per_token * self.vision_width  # a token's patches side by side
@@ -68,8 +69,8 @@ class ModelSizes:
         return 2.0 * (self.patch_values * self.vision_width + tower + self.vision_mergers * merger)
 
     def heads_of(self, degree: int) -> tuple[int, int]:
-        """Returns (query heads, KV heads) that travel to all devices of a group and are computed there: see
-        `deal_heads`. Raises PlanError for a degree above the number of query heads."""
+        """Returns (query heads, KV heads) that travel to the `degree` devices of a device group and are computed there:
+        see `deal_heads`. Raises PlanError for a degree above the number of query heads."""
         if not self.share_kv:
             return self.heads, self.kv_heads
         deal = deal_heads(self.heads, self.kv_heads, degree)
@@ -99,8 +100,8 @@ class AttentionFit:
 class Link:
     """Seconds of an all-to-all: `alpha + sent * (per_byte + congestion * flying)`.
 
-    `sent` are the bytes that a device sends over this link, `flying` the bytes that its group has under way at once.
-    `congestion` makes long sequences slower than in proportion.
+    `sent` are the bytes that a device sends over this link, `flying` the bytes that the device group has under way at
+    once. `congestion` makes long sequences slower than in proportion.
     """
 
     alpha: float
@@ -113,8 +114,8 @@ class Link:
 
 def link_bytes(total: Number, degree: int, node: int) -> tuple[Number, Number]:
     """Returns (sent, flying) of both all-to-alls of a layer, which have `total` bytes: the bytes that a device sends to
-    the other devices of its group, and the bytes that all devices of the group send to each other. In a group wider
-    than a node, `sent` counts bytes to other nodes only: transfers within the node are faster and run meanwhile."""
+    the other devices of its device group, and the bytes that all these devices send to each other. In a device group
+    wider than a node, `sent` counts bytes to other nodes only: transfers within a node are faster and run meanwhile."""
     receivers = degree - node if degree > node else degree - 1
     return total * receivers / degree**2, total * (degree - 1) / degree
 
@@ -126,8 +127,8 @@ class CostModel:
     A training step is a forward pass, `recompute` further forward passes (1 with activation checkpointing, 0 without)
     and a backward pass. The backward pass takes `backward_attention` times the forward time in attention (five matrix
     products for two), `backward_linear` times in linear work, and sends the same bytes in its all-to-alls. `node`
-    devices share the link `within`; wider groups use the link `across`, and are refused if it is None (never
-    measured). `fits` are R^2 and relative errors of each fit, `source` names measurements and hardware.
+    devices share the link `within`; wider device groups use the link `across`, which is None if no such group was
+    measured. `fits` are R^2 and relative errors of each fit, `source` names measurements and hardware.
     """
 
     source: str
@@ -145,7 +146,7 @@ class CostModel:
 
     @staticmethod
     def load(path: str | pathlib.Path, model: ModelSizes | None = None) -> CostModel:
-        """Reads a file; `model` replaces the model in it. Raises CostError, naming the path, if the file is missing or
+        """Reads a file; `model` replaces the file's model. Raises CostError, naming the path, if the file is missing or
         is no cost model."""
         try:
             raw = json.loads(pathlib.Path(path).read_text())
@@ -169,15 +170,15 @@ class CostModel:
     # --- seconds of a forward pass ------------------------------------------------------------------
 
     def attention_seconds(self, length: Number, degree: int = 1) -> Number:
-        """Seconds of one device's share of the attention of a sequence of `length` tokens on `degree` devices, in a
-        launch of its own; an array of lengths gives an array of seconds. Heads are dealt by `deal_heads` and filled up
-        with zeros. Raises PlanError for a degree above the number of heads."""
+        """Seconds of one device's share of the attention of a sequence of `length` tokens on `degree` devices, with a
+        launch for this sequence alone in each layer; an array of lengths gives an array of seconds. Raises PlanError as
+        `ModelSizes.heads_of` does."""
         length = np.asarray(length, float)
         return self._attention(length**2, length, degree)
 
     def all_to_all_seconds(self, tokens: Number, degree: int) -> Number:
-        """Seconds of both all-to-alls of `tokens` tokens (a sequence or a stream) over `degree` devices; 0 for one
-        device and for no tokens. Raises CostError for a group wider than a node if no such group was measured."""
+        """Seconds of both all-to-alls of all layers, for `tokens` tokens over `degree` devices; 0 for one device and
+        for no tokens. Raises CostError for more devices than a node has if `across` is None."""
         tokens = np.asarray(tokens, float)
         if degree <= 1:
             return np.zeros_like(tokens)[()]
@@ -208,10 +209,11 @@ class CostModel:
         train: bool = True,
         squares: Sequence[int | float] | np.ndarray | None = None,
     ) -> float:
-        """Seconds of the forward and backward pass of a microbatch, or with `train=False` of the forward pass alone.
+        """Seconds of all passes over a microbatch (forward, recomputed, backward), or with `train=False` of the forward
+        pass alone.
 
         Each device has its attention, its linear work and the part of its all-to-alls that computation does not hide
-        (`_attention_ends`). Layers end with the slowest device, because all gather the next layer's weights together.
+        (`_attention_ends`). The slowest device counts, because all devices gather the next layer's weights together.
         `squares` gives each sequence's attention work: `length**2` unless several responses share a prompt.
 
         Not included: the vision tower, gathering weights, reducing gradients, the optimizer, host work.
@@ -234,11 +236,11 @@ class CostModel:
         """Returns `[devices]`: seconds from the start of a layer's attention until a device has sent all outputs, times
         the number of layers. Communication overlaps computation (FlexRL, 3.4).
 
-        A device computes its unsharded sequences first; meanwhile the all-to-all of its first group is under way. The
-        start of a group's attention issues the all-to-all of the device's next group; its end issues the all-to-all of
-        its own outputs. A device has one wire: its all-to-alls run in order, and each starts when its group is ready.
+        A device computes its unsharded sequences first; meanwhile the inputs of its first sharded round are under way.
+        The start of a round's attention issues the inputs of the next round; the end issues the outputs of the round. A
+        device has one wire for its all-to-alls, in order; an all-to-all starts when all its devices are ready.
 
-        `squares` are the squared tokens of each sequence. Attention takes `factor` times the forward pass's time. A
+        `squares` is the attention work of each sequence. Attention takes `factor` times the forward pass's time. A
         `mirrored` pass swaps the bytes of inputs and outputs.
         """
         lengths = np.array(plan.lengths, float)
@@ -263,7 +265,7 @@ class CostModel:
             inputs = 1 - inputs if mirrored else inputs
             send(issued, np.asarray(inputs * wire), there, degree)
             begin = np.maximum(busy_until, wire_until)
-            if leaving:  # outputs of the round before: issued as its attention ends, after the inputs above arrived
+            if leaving:  # the outputs of the previous round follow the inputs above on the wire
                 send(*leaving)
             issued[there] = begin[there]
             busy_until[there] = (begin + seconds)[there]

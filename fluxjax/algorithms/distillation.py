@@ -5,7 +5,7 @@ of the same sizes). Minimising KL(policy || teacher) of each token by policy gra
 
     A_t = log teacher(o_t) - log policy(o_t),     loss -w min(r A_t, clip(r) A_t)
 
-in nats; `kl_coefficient` (default 1) multiplies A_t. The loss ignores rewards; they are only reported.
+in nats; `kl_coefficient` (default 1) multiplies A_t. The loss ignores rewards, which are only reported.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from .rl_algorithm import LossAndMetrics, RLAlgorithm, TokenValues
 
 class Distillation(RLAlgorithm):
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        """Returns the advantage 1 for every response: the teacher weighs its tokens."""
+        """Returns the groups with the advantage 1 for every response: `token_loss` weighs the tokens."""
         return [group.with_advantages([1.0] * len(group.samples)) for group in groups]
 
     def token_loss(
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
     ) -> LossAndMetrics:
-        """Returns the loss in the head of this file. Metrics: those of `clipped_loss`, and `teacher_kl`, the estimate
-        k1 of KL(policy || teacher) in nats."""
+        """Returns `clipped_loss` for the advantages in the head of this file. Its metrics get `teacher_kl`, the
+        estimate k1 of KL(policy || teacher) in nats."""
         trained_BT = batch.loss_weights_BT != 0.0
         behind_BT = masked(batch.reference_logprobs_BT - proximal(logprobs_BT, batch), trained_BT)
         advantages_BT = cfg.kl_coefficient * batch.advantages_BT * behind_BT

@@ -1,4 +1,4 @@
-"""Runs a coroutine to its end, from a script or a notebook, and ends it cleanly after Ctrl-C."""
+"""Runs coroutines from scripts and notebooks, and handles Ctrl-C and SIGTERM."""
 
 import asyncio
 import concurrent.futures
@@ -20,10 +20,11 @@ _STOPPING = "stopping after this step; once more to stop at once"
 
 
 def hear_signals(stops: list[Callable[[], None]], end: Callable[[int], None]) -> None:
-    """Handles Ctrl-C and SIGTERM from now on: a signal pops a function from `stops` and calls it; if `stops` is empty,
-    it calls `end` with its number. Only commands call `hear_signals`. `jax.distributed.initialize` takes SIGTERM for
-    itself, so call `take_signals` again after it. A thread makes the calls: Python would wait for the main thread,
-    which may compile for minutes or wait for other processes for ever.
+    """Starts a thread that handles Ctrl-C and SIGTERM. At each signal, the thread calls a function that it pops from
+    `stops`, or `end` with the signal's number if `stops` is empty. Python's own handlers run in the main thread, which
+    may compile for minutes or wait for other processes for ever.
+
+    Only commands call `hear_signals`. Call `take_signals` after `jax.distributed.initialize`, which takes SIGTERM.
     """
     heard, pipe = os.pipe()
 
@@ -52,10 +53,10 @@ def _heard(number: int, frame: types.FrameType | None) -> None:
 
 @contextlib.contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Calls `stop` at the first Ctrl-C or SIGTERM within its body; a second signal has its usual effect.
+    """Calls `stop` at the first Ctrl-C and at the first SIGTERM within the block; a second signal of the same kind has
+    its usual effect.
 
-    Does nothing after `hear_signals`, which handles signals itself, and outside the main thread: Python hands signals
-    to no other thread.
+    Does nothing after `hear_signals` or outside the main thread: Python handles signals in the main thread only.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(_NUMBERS[0]) is _heard:
         yield
@@ -75,8 +76,8 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Runs `asyncio.run(work)`; within a running loop (a notebook), in a new thread. However many interrupts come, the
-    call returns when that thread has ended (`stop_on_signals` brings its end nearer)."""
+    """Returns the result of `work`. If an event loop runs already (in a notebook), `work` runs in a new thread, and
+    `run_async` ignores KeyboardInterrupt until `work` ends."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -90,17 +91,16 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def on_all(engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:
-    """Calls all engines at the same time; the first failure cancels the other calls."""
+    """Awaits `call(engine)` for all engines at the same time; the first failure cancels the remaining calls."""
     async with asyncio.TaskGroup() as tasks:
         for engine in engines:
             tasks.create_task(not_silently_cancelled(call, engine))
 
 
 async def not_silently_cancelled(work: Callable[..., Awaitable[None]], *args: object) -> None:
-    """Awaits `work(*args)`; raises RuntimeError if it ends as cancelled although nobody cancelled this task.
+    """Awaits `work(*args)`. Raises RuntimeError if `work` ends as cancelled although nobody cancelled the current task.
 
-    A task group overlooks a task that ends as cancelled. If a collaborator leaked a cancellation, the event that
-    everyone waits for would never happen.
+    A task group overlooks a task that ends as cancelled: other tasks could wait for ever for the result of `work`.
     """
     try:
         await work(*args)
@@ -112,6 +112,6 @@ async def not_silently_cancelled(work: Callable[..., Awaitable[None]], *args: ob
 
 
 def first_of(failures: BaseExceptionGroup) -> BaseException:
-    """Returns the first error within nested groups of errors."""
+    """Returns the first error within nested exception groups."""
     error = failures.exceptions[0]
     return first_of(error) if isinstance(error, BaseExceptionGroup) else error

@@ -1,4 +1,4 @@
-"""Imports: resolves an import path of the configuration, `module:attribute`, and hides a package from libraries."""
+"""Resolves import paths of the configuration (`module:attribute`), and hides a package from libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .errors import ConfigError
 
 def imported(path: str, field: str, offers: Callable[[Any], bool]) -> Any:
     """Returns the attribute that `path` names. Raises `ConfigError`, naming `field`, if the module can't be imported or
-    lacks the attribute; the message then lists the module's attributes for which `offers` is true."""
+    lacks the attribute. For a lacking attribute, the message lists the attributes for which `offers` is true."""
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -32,12 +32,12 @@ def imported(path: str, field: str, offers: Callable[[Any], bool]) -> Any:
 
 @contextlib.contextmanager
 def as_if_missing(package: str) -> Iterator[None]:
-    """Hides a package while the block runs: libraries that are imported then run without it if they can. A package
-    that is imported already is not hidden."""
+    """Hides a package while the block runs: libraries that the block imports find no such package. A package that is
+    imported already is not hidden."""
     if package in sys.modules:
         yield
         return
-    sys.modules[package] = None  # type: ignore[assignment]  # documented: importing it then raises ImportError
+    sys.modules[package] = None  # type: ignore[assignment]  # None makes `import` raise ImportError
     try:
         yield
     finally:

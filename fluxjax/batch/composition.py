@@ -1,4 +1,4 @@
-"""A step's microbatches, as the composer hands them to the learner, and where each response lies in them."""
+"""The microbatches of a step, and the cells of each response in the microbatches."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PerToken: TypeAlias = Sequence[jax.Array | np.ndarray]  # an array `[B, T]` for 
 class Microbatch:
     """A batch of rows that is computed at once.
 
-    `owner` is the device that computes the batch alone, at its own pace; None: all devices compute it together. `work`
-    is the predicted cost of the batch for its busiest device, in any unit; None under strategies that need no
-    prediction. `layout` is that of its shard plan; None if sequences are packed without a plan.
+    `owner` is the device that computes the batch alone, at its own pace; None: all devices compute the batch together.
+    `work` is the predicted cost of the batch for its busiest device, in any unit; None under strategies that need no
+    prediction. `layout` is the layout of the batch's shard plan; None if sequences are packed without a plan.
     """
 
     batch: TrainBatch
@@ -35,14 +35,14 @@ class Microbatch:
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
-    """The microbatches of one step, in the order of their computation, and where each response lies in them.
+    """The microbatches of one minibatch of a step, in the order of their computation, and the cells of each response.
 
-    `keys[i]` is the (draw, sample) of response `i`, which has `lengths[i]` tokens here. `cells` has the places of these
-    tokens, response after response: indices into the token buffers of all microbatches, flattened, one after the other.
+    `keys[i]` is the (draw, sample) of response `i`, and `lengths[i]` the number of its tokens in `cells`. `cells` has
+    the indices of these tokens, response after response, in the flattened and concatenated rows of `microbatches`.
 
-    In a run of several processes, these are the rows of one process: it may have all, some or none of a response's
+    In a run of several processes, `microbatches` have the rows of one process: all, some or none of a response's
     tokens. `elsewhere` has the microbatches that devices of other processes compute alone, with shapes instead of
-    arrays. `coming` has some of `microbatches` in new sizes; their programs are to be compiled ahead.
+    arrays. `coming` has some of `microbatches` in new buffer sizes, whose programs are to be compiled ahead.
     """
 
     microbatches: tuple[Microbatch, ...]
@@ -50,7 +50,7 @@ class Composition:
     cells: np.ndarray
     lengths: np.ndarray
     coming: tuple[TrainBatch, ...] = ()
-    filled: tuple[Filled, ...] = ()  # the use of each microbatch's buffers, over all devices
+    filled: tuple[Filled, ...] = ()  # the use of each microbatch's buffers, over all devices; empty beyond process 0
     elsewhere: tuple[Microbatch, ...] = ()
 
     @property
@@ -63,7 +63,7 @@ class Composition:
         return tuple(microbatch.batch for microbatch in self.microbatches)
 
     def of_responses(self, arrays_BT: PerToken, dtype: type | None = None) -> np.ndarray:
-        """Returns per-token values of all responses, response after response."""
+        """Returns the values of all response tokens, response after response, from one array for each microbatch."""
         flat = [np.asarray(array, dtype).reshape(-1) for array in arrays_BT]
         return np.concatenate(flat)[self.cells] if flat else np.zeros(0, dtype)
 
@@ -83,8 +83,8 @@ class Composition:
         return [part.reshape(shape) for part, shape in zip(parts, shapes_BT, strict=True)]
 
     def replaced(self, arrays: Mapping[str, PerToken]) -> Composition:
-        """Returns the composition with other arrays, by the field of `TrainBatch`, one for each microbatch of this
-        process; the microbatches of other processes get shapes instead of arrays."""
+        """Returns the composition with `arrays` in the fields of `TrainBatch` that they are named by: one array for
+        each microbatch of this process. The microbatches of other processes get shapes instead of arrays."""
 
         def with_fields(microbatch: Microbatch, fields: Mapping[str, Any]) -> Microbatch:
             return dataclasses.replace(microbatch, batch=dataclasses.replace(microbatch.batch, **fields))
@@ -98,7 +98,8 @@ class Composition:
 
 
 def unpack(composition: Composition, arrays_BT: PerToken) -> dict[tuple[int, int], np.ndarray]:
-    """Returns per-token results of each response by (draw, sample), from one array `[B, T]` for each microbatch."""
+    """Returns the values of each response's tokens by (draw, sample), from one array `[B, T]` for each microbatch.
+    Raises ValueError for arrays of other shapes."""
     shapes_BT = [batch.loss_weights_BT.shape for batch in composition.batches]
     if [np.shape(array) for array in arrays_BT] != shapes_BT:
         raise ValueError(f"arrays of shapes {[np.shape(a) for a in arrays_BT]} for batches of {shapes_BT}")
@@ -107,14 +108,14 @@ def unpack(composition: Composition, arrays_BT: PerToken) -> dict[tuple[int, int
 
 
 def packing_metrics(compositions: Sequence[Composition], num_devices: int) -> dict[str, float]:
-    """Returns the number of microbatches, the used share of the token buffers and of the patch buffers, between 0 and 1
-    (patches of text models: 0), and, if sequences are packed by plans, metrics of these plans.
+    """Returns the number of microbatches, and the used shares of the token buffers and of the patch buffers, from 0 to
+    1 (patches of text models: 0).
 
-    Metrics of plans are the share of tokens in sequences on more than one device, and the padding of the rows. If
-    devices keep their own pace, there are the share of all devices' time that is predicted to be spent waiting for the
-    busiest device, at the step's end and in collective microbatches; the most and fewest microbatches of a device,
-    collective microbatches included; the number of collective microbatches. Else there are largest over mean attention
-    work and tokens of a device, and the padding of the all-to-alls.
+    If sequences are packed by plans, the result also has the share of tokens in sequences on more than one device, and
+    the padded share of the rows. If devices keep their own pace, the result has the predicted share of device time that
+    is spent waiting for the busiest device, the number of collective microbatches, and the most and fewest microbatches
+    of a device, collective ones included. Otherwise the result has largest over mean attention work and tokens of a
+    device, and the padded share of the all-to-alls.
     """
     elsewhere = [microbatch for composition in compositions for microbatch in composition.elsewhere]
     microbatches = [microbatch for composition in compositions for microbatch in composition.microbatches] + elsewhere
@@ -141,7 +142,7 @@ def packing_metrics(compositions: Sequence[Composition], num_devices: int) -> di
             "sharding/all_to_all_padding": float(np.mean([share["all_to_all"] for share in padding])),
         }
     loads, counts = np.zeros(num_devices), np.zeros(num_devices, int)
-    busy = together = 0.0  # work of collective microbatches, over all devices and of the busiest device
+    busy = together = 0.0  # work of collective microbatches: of all devices, and of the busiest device
     for microbatch, plan in zip(microbatches, plans, strict=True):
         work = microbatch.work or 0.0
         if microbatch.owner is None:

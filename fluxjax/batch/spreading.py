@@ -25,7 +25,7 @@ from .work import calibrated, forward_seconds, mixing_work
 # (tokens of each sequence, squares of each sequence, the most tokens of a device) -> plan
 Planner = Callable[[Sequence[int], Sequence[float], int], ShardPlan]
 
-# Columns of a row over the mean tokens of a device: the value for which a plan is made, and the largest worth trying.
+# Columns of a row divided by the mean tokens of a device: of rows for a new program, and the most for a compiled one.
 TIGHT, LOOSE = 1.02, 1.12
 TRIES = 2  # lengths of compiled rows for which a plan is tried
 # the largest imbalance of a plan made for given rows; the second value applies if the plan saves a program
@@ -35,8 +35,8 @@ EVEN, NEARLY_EVEN = 1.03, 1.06
 class Spreading:
     """Plans microbatches: one device, or several together, compute each sequence.
 
-    The query heads of `text` bound the degrees (None: no bound). Raises ConfigError for degrees that the devices or the
-    heads do not allow, and for a calibration that can't be read or that lacks device groups of these degrees.
+    The heads of `text` bound the degrees (None: no bound). Raises ConfigError for degrees that the devices or the
+    heads do not allow, and for a calibration that can't be read or that lacks one of these degrees.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class Spreading:
         return outlines_of(self.parts(groups), self._shapes), groups
 
     def parts(self, groups: Sequence[TrainGroup]) -> list[Part]:
-        """Returns as few microbatches as the devices' memory allows, each with one row a device. A step larger than all
-        earlier steps would need a new program; once new programs are rare, the step gets one more microbatch instead,
-        but not twice in a row.
+        """Returns as few microbatches as the devices' memory allows, each with one row a device. A step that fits no
+        compiled program would need a new program; once new programs are rare, such a step gets one more microbatch
+        instead, unless another step did so recently (`ShapeBook.settled`).
 
         With `packing.share_prompts` a group is one sequence, and its responses are branches behind one copy of the
         prompt; otherwise each response is a sequence. Raises ConfigError if no plan exists.
         """
         room, frame = self._room, common_bound(group.inputs for group in groups)
-        # A group that exceeds all devices of a sharded sequence is cut, and its prompt is computed twice.
+        # A group that exceeds `degree` devices is cut into pieces, and each piece computes the group's prompt again.
         pieces = pieces_of([group.item for group in groups], room.tokens * self.degree, room.share_prompts)
         least = math.ceil(sum(piece.tokens for piece in pieces) / (room.tokens * self._num_devices))
         counts = range(min(max(least, 1), len(pieces)), len(pieces) + 1)
@@ -88,10 +88,10 @@ class Spreading:
     def _part(self, groups: Sequence[TrainGroup], pieces: Sequence[Piece], frame: int) -> Part:
         """Returns the microbatch of these pieces.
 
-        A plan is first tried for the rows of compiled programs, then for rows slightly above the mean, which leave the
-        least padding. If none of these plans is even, the planner chooses freely, unless a nearly even plan saves a
-        program. If measured costs decide what is spread, the planner always chooses freely: given rows would overrule
-        the costs.
+        A plan is first tried for the rows of compiled programs, then for rows slightly longer than a device's mean
+        tokens. If none of these plans is even, the planner chooses freely, unless a nearly even plan saves a program.
+        With measured costs (`sharding.calibration`) the planner always chooses freely: given rows would overrule the
+        costs.
         """
         tokens, squares = [piece.tokens for piece in pieces], [piece.squares for piece in pieces]
         room, mean = self._room.tokens, sum(tokens) / self._num_devices
@@ -114,7 +114,7 @@ class Spreading:
         return fallback or free if self._compiled(free) is None else free
 
     def _held(self, part: Part) -> bool:
-        """Returns True if some program is large enough for the part, with any amount of padding."""
+        """Returns True if some compiled program is large enough for the part, with any amount of padding."""
         return bool(self._shapes.holding(part.needs, part.caps, self._num_devices))
 
     def _compiled(self, part: Part) -> Sizes | None:
@@ -122,8 +122,8 @@ class Spreading:
 
 
 def planner(config: Config, text: TextConfig | None, num_devices: int, room: int) -> tuple[int, Planner]:
-    """Returns the largest number of devices for one sequence, and the planner that `config.sharding` asks for, if a
-    device holds `room` tokens. Raises ConfigError as `Spreading` does."""
+    """Returns the largest number of devices for one sequence, and the planner that `config.sharding` asks for. A device
+    holds `room` tokens. Raises ConfigError as `Spreading` does."""
     settings, strategy = config.sharding, config.sharding.strategy
     heads = [] if text is None else [text.num_heads, *([text.delta.value_heads] if text.delta else [])]
     try:
@@ -165,7 +165,7 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
 
 
 def _explained(error: PlanError) -> str:
-    """Returns the error's message with the configuration's names of the limits."""
+    """Returns the error's message, with the names of settings instead of the names of limits."""
     words = str(error).replace("limits.tokens_per_device", "packing.tokens_per_row * packing.rows_per_device")
     return words.replace("limits.max_degree", "sharding.strategy.max_degree").replace("limits.num_heads", "the model's")
 

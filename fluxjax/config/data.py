@@ -46,10 +46,9 @@ class RewardsConfig(Section):
     kinds: dict[str, RewardKindConfig] = dataclasses.field(
         default_factory=_kinds, metadata={"entries": RewardKindConfig}
     )
-    # Share of a source's last 1,000 responses that a reward may fail on, from the 100th on; with more, the run stops.
+    # Share of a source's last 1,000 responses that a reward may fail on, once 100 are scored; above it, the run stops.
     max_failed: float = within(0.5, "(0, 1]")
-    # Share of a source's answers (of up to 500) that its reward may be unable to grade; with more the run does not
-    # begin.
+    # Share of a source's first 500 answers that its reward may be unable to grade; above it, the run does not begin.
     max_unreadable: float = within(0.1, "[0, 1]")
 
     def kind(self, name: str) -> RewardKindConfig:
@@ -111,13 +110,13 @@ class DataConfig(Section):
     max_pixels: int = not_negative(0)  # the most pixels of an image or a frame; 0: as in the checkpoint
     video_frames: int = positive(4)  # frames sampled from a video
     chat_template: bool = False  # render prompts with the checkpoint's chat template, else plain text
-    preprocessors: int = not_negative(0)  # processes that a trainer process starts; 0: it decodes media itself
+    preprocessors: int = not_negative(0)  # preprocessors of each trainer process; 0: trainer processes decode media
     # Processes that decode for a preprocessor (0: as many as its share of the cores), or for a run without
     # preprocessors (0: the run's threads decode). A process that takes too long or too much memory for a file is
     # killed. A script that trains with workers needs `if __name__ == "__main__":`, since each process imports the
     # script.
     workers: int = not_negative(0)
-    cache_gib: float = positive(4.0)  # decoded media in memory, of a preprocessor or of a run without preprocessors
-    # Decoded media that each process of a run with preprocessors keeps, to have them before they are needed: half of
-    # this for prompts of the next two steps, the rest for prompts whose responses will be trained on. 0: none.
+    cache_gib: float = positive(4.0)  # GiB of decoded media, in each preprocessor or in a run without preprocessors
+    # GiB of decoded media that each process of a run with preprocessors keeps: at most half for prompts of the next two
+    # steps, the rest for prompts whose responses will be trained on. 0: none.
     near_gib: float = not_negative(0.0)

@@ -1,12 +1,12 @@
-"""The sections of `Config` that say what is learned when and how: scheduling policies, corrections and replay, the
-algorithm with its critic, and adapters.
+"""The sections of `Config` about learning: scheduling policies, corrections and replay, the algorithm with its critic,
+and adapters.
 
 Numbers that may change during a run may be schedules, written as text: see `fluxjax.config.schedules`.
 
-`OWN_SETTINGS` has the settings in which an algorithm's paper differs from the defaults here. They are set when the name
-is chosen, on the command line (`--config.algorithm.name=dr_grpo`) or by `AlgorithmConfig.of("dr_grpo")`; settings that
-are given beside the name overrule them. So a run's settings always say what is computed, and no value means "as the
-algorithm likes".
+`OWN_SETTINGS` has the settings in which an algorithm's paper differs from the defaults here. Choosing the name sets
+them, on the command line (`--config.algorithm.name=dr_grpo`) or by `AlgorithmConfig.of("dr_grpo")`; settings that are
+given beside the name overrule an algorithm's own settings. So a run's settings always say what is computed, and no
+value means "as the algorithm likes".
 """
 
 import copy
@@ -59,7 +59,7 @@ class SynchronousConfig(Chosen):
 
     @property
     def staleness_limit(self) -> int | None:
-        """The most versions that a trained token may be behind; None: the policy itself has no such bound."""
+        """The most versions that a trained token may be behind; None: the scheduling policy sets no bound."""
         return None
 
 
@@ -70,7 +70,7 @@ class TailBatchingConfig(Chosen):
 
     prompts: float | str = scheduled(2.0, "[1, 8]")  # prompts launched in short rounds, for each that a step needs
     responses: float | str = scheduled(1.0, "[1, 8]")  # responses launched in short rounds, for each that a group needs
-    # Versions that a long round's groups may be behind: they are spread over max_staleness + 1 steps.
+    # Versions that a long round's groups may be behind: max_staleness + 1 steps share these groups.
     max_staleness: int = not_negative(1)
 
     @property
@@ -83,7 +83,7 @@ class AprilConfig(Chosen):
     """More prompts than needed are under way; unfinished responses go on in the next round."""
 
     oversample: float = within(1.5, "[1, 8]")  # prompts under way for each one that a step needs
-    max_staleness: int = not_negative(4)  # versions; a partial response with an older token starts afresh
+    max_staleness: int = not_negative(4)  # versions; a group that began earlier loses its tokens and starts afresh
 
     @property
     def staleness_limit(self) -> int | None:
@@ -97,13 +97,13 @@ class AdaptiveAsyncConfig(Chosen):
     max_staleness: int = not_negative(4)  # versions; older tokens are never trained on
     # In [0, 1]: see `staleness` in `fluxjax.coordinator.policies.adaptive_async`. A number or a schedule.
     target_staleness: float | str = scheduled(0.15, "[0, 1]")
-    # The share of max_staleness by which generation runs ahead when the run begins. It adapts, unless it is 0 (always
-    # synchronous) or 1 (always all of max_staleness).
+    # The share of max_staleness by which generation runs ahead when the run begins. The share adapts later, but 0
+    # (always synchronous) and 1 (always all of max_staleness) stay.
     ratio: float = within(0.5, "[0, 1]")
-    interrupt: bool = True  # engines get new weights at once, while responses go on; False: after they end
-    # How a step's groups are chosen among the scored groups (Flux, component 4), some of: stalest (oldest weights
-    # first), stratify (each staleness in proportion), curriculum (easy groups first, less and less), diversity (sources
-    # and media kinds in proportion), lengths (similar lengths together).
+    interrupt: bool = True  # engines get new weights at once, while responses go on; False: after all responses end
+    # Preferences by which a step's groups are chosen among the scored groups (Flux, component 4): stalest (oldest
+    # weights first), stratify (each staleness in proportion), curriculum (easy groups first, less and less), diversity
+    # (sources and media kinds in proportion), lengths (similar lengths together).
     prefer: tuple[str, ...] = bounded(
         (), lambda value: set(value) <= set(PREFERENCES), f"have some of {', '.join(PREFERENCES)}"
     )
@@ -121,8 +121,8 @@ class ParallelismConfig(Section):
     """Flexes, section 4.2: tensor parallelism of the engines."""
 
     degree: int = power_of_two(1)  # devices of an engine, at the start
-    # 0: the degree stays. Else the degree is chosen anew each step, by preemptions, and is at least this, the number of
-    # devices that an engine needs for its weights and a cache.
+    # The least degree, so that an engine's devices have room for weights and a cache. The degree is chosen anew each
+    # step, by preemptions. 0: the degree stays.
     min_degree: int = power_of_two(0)
     profile: str = ""  # file of `python benchmarks/engine_profile.py`, for the first degree; empty: none
 
@@ -194,8 +194,8 @@ _RELATIVE = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus
 @dataclasses.dataclass(slots=True)
 class AlgorithmConfig(Section):
     # A built-in algorithm, chosen with its own settings; or your algorithm as module:attribute: a class, an object, or
-    # a module with the two functions that `fluxjax.algorithms.rl_algorithm` names. In Python also the object itself: it
-    # is never copied, and a run's folder has only the name of its class.
+    # a module with the two functions that `fluxjax.algorithms.rl_algorithm` names. In Python also the object itself,
+    # which is never copied; a run's folder has only the name of the object's class.
     name: Any = dataclasses.field(default="grpo", metadata={"object": True})
     normalize_std: bool = True  # divide advantages by the group's standard deviation; False as in Dr.GRPO
     clip_low: float = not_negative(0.2)  # ratios below 1 - clip_low are clipped
@@ -221,7 +221,8 @@ class AlgorithmConfig(Section):
         return cls(**{"name": name, **OWN_SETTINGS.get(name, {}), **settings})
 
     def choose(self, name: str) -> None:
-        """Sets the algorithm's own settings, and resets the previous algorithm's unless changed; other fields stay."""
+        """Sets the own settings of the algorithm `name`. Own settings of the previous algorithm get their defaults,
+        unless they were changed."""
         fresh = AlgorithmConfig()
         for field, value in OWN_SETTINGS.get(self.label, {}).items():
             if getattr(self, field) == value:
@@ -231,12 +232,12 @@ class AlgorithmConfig(Section):
             setattr(self, field, value)
 
     def renews_reference(self, version: int) -> bool:
-        """Returns True if the weights of this version, just trained, become the reference."""
+        """Returns True if the weights of this version become the reference after their training step."""
         return self.kl_coefficient > 0 and self.reference_every > 0 and version % self.reference_every == 0
 
     @property
     def relative(self) -> bool:
-        """Returns True if the algorithm is built in and compares a group's responses, so that it needs two."""
+        """Returns True if the algorithm is built in and compares the responses of a group, which must be several."""
         return self.label in _RELATIVE
 
     @property
@@ -254,7 +255,7 @@ class AlgorithmConfig(Section):
         return label(self.name)
 
     def validate(self) -> None:
-        """Raises `ConfigError` for an algorithm that RL can't have. Imports no user's algorithm."""
+        """Raises `ConfigError` for a name that RL can't have and for settings that exclude each other."""
         if self.kl_in_reward and not self.kl_coefficient:
             raise ConfigError("algorithm.kl_in_reward needs algorithm.kl_coefficient above 0, not 0.0")
         name = self.label
@@ -290,7 +291,7 @@ class AlgorithmConfig(Section):
 class CriticConfig(Section):
     """The settings of the critic that some algorithms have (PPO): its training, and advantages from its values."""
 
-    # Other settings of the critic are those of optim; its minibatches and epochs are those of algorithm.
+    # The critic takes its other settings from optim, and its minibatches and epochs from algorithm.
     lr: float = positive(1e-3)  # learning rate of the critic; for large models, as a rule, ten times the policy's
     # Steps in which only the critic learns; the policy, and the schedule of its learning rate, begin after these steps.
     warmup_steps: int = not_negative(0)

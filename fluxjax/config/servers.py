@@ -14,7 +14,7 @@ class RolloutEngine(enum.Enum):
     SGLANG = "sglang"  # SGLang servers
 
 
-# Flags that the run sets; flags that divide or change weights: checksums do not cover such weights.
+# The flags that the run sets, and the flags that divide or change weights in ways that checksums do not cover.
 _OURS = ("--model", "--model-path", "--host", "--port", "--weight-version", "--dtype")
 _DIVIDED = ("--dp-size", "--dp", "--pp-size", "--pp", "--mm-enable-dp-encoder", "--enable-dp-attention")
 _UNKNOWN = (*_DIVIDED, "--quantization")
@@ -25,15 +25,15 @@ class ServersConfig(Section):
     """Rollout servers, if rollout.engine is serve or sglang."""
 
     count: int = positive(1)  # servers that the run starts on its host; without effect if there are addresses
-    addresses: tuple[str, ...] = ()  # servers that others start: ("http://127.0.0.1:30000",); they get FLUXJAX_TOKEN
+    addresses: tuple[str, ...] = ()  # servers that others start: ("http://127.0.0.1:30000",); FLUXJAX_TOKEN is sent
     # Flags of servers that the run starts: ("--tp-size", "{degree}", "--base-gpu-id", "{device}"). {server} is a
     # server's number, {degree} the number of its devices, {device} the first device, {devices} all, as in 2,3.
     flags: tuple[str, ...] = ()
     # Environment variables of these servers, filled in as flags are: ("CUDA_VISIBLE_DEVICES={devices}",).
     environment: tuple[str, ...] = ()
     python: str = ""  # the interpreter that has SGLang; empty: the run's interpreter
-    start_seconds: float = positive(600.0)  # seconds that a server may take to start, or to come back
-    colocated: bool = False  # servers on the training devices, asleep while these train
+    start_seconds: float = positive(600.0)  # seconds that a server may take to start, or to be up again after a failure
+    colocated: bool = False  # the servers share the training devices, and sleep during training
 
     def validate(self) -> None:
         """Raises `ConfigError` for servers that can't be started or reached."""
@@ -86,7 +86,7 @@ def on_this_host(address: str) -> bool:
 class Route(enum.Enum):
     AUTO = "auto"  # shm on this host; to other hosts orbax if there is weights.folder, else bucket
     SHM = "shm"  # files in shared memory
-    IPC = "ipc"  # CUDA IPC, from GPU to GPU of one host; never run on GPUs
+    IPC = "ipc"  # CUDA IPC, from GPU to GPU of one host; this route was never tested on GPUs
     BUCKET = "bucket"  # over HTTP
     ORBAX = "orbax"  # files, complete or deltas, on a file system that hosts share
 
@@ -100,7 +100,7 @@ class WeightsConfig(Section):
     agents: tuple[str, ...] = ()  # orbax: python -m rollout.weights.agent for each of servers.addresses, in their order
 
     def chosen(self, servers: ServersConfig) -> Route:
-        """Returns the route, with `auto` settled."""
+        """Returns the route; for `auto`, the route that suits the servers."""
         if self.route is not Route.AUTO:
             return self.route
         if all(on_this_host(address) for address in servers.addresses):

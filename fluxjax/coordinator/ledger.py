@@ -1,8 +1,8 @@
 """The books of the coordinator: the stage of every prompt and every response of the run.
 
 A prompt is drawn, waits, is generated, has its responses scored, and is then either trained on exactly once or skipped
-with a reason. The runtime's reports may be late, repeated or about an attempt that was given up: `ignored` counts such
-reports, and they change nothing else. Any other contradiction is a `CoordinatorError`, which ends the run.
+with a reason. The runtime's reports may be late, repeated or about an attempt that was given up: such reports change
+only the counts of `ignored`. Any other contradiction is a `CoordinatorError`, which ends the run.
 """
 
 import collections
@@ -15,7 +15,7 @@ from .messages import ABORTED, Park, Request, response_id
 
 
 class CoordinatorError(RuntimeError):
-    """A message to or from the coordinator contradicts its books."""
+    """A message to or from the coordinator contradicts the coordinator's books."""
 
     before: Sequence[str] = ()  # the last lines of the coordinator's log
 
@@ -26,7 +26,7 @@ class CoordinatorError(RuntimeError):
 
 class RunGivenUp(CoordinatorError):
     """No further step can be completed, because of the data, a reward or the engines. The message says in one line what
-    a user can mend; unlike other `CoordinatorError`s it reports no contradiction."""
+    a user can mend. The books have no contradiction."""
 
     def __str__(self) -> str:
         return RuntimeError.__str__(self)
@@ -46,8 +46,8 @@ class PromptStage(enum.Enum):
 
 @dataclasses.dataclass
 class Entry:
-    """A prompt from its draw to its training or skip. `responses` and `rewards` make up its group; `begun` has the
-    tokens of aborted responses. All three are by sample."""
+    """A prompt from its draw to its training or skip. `responses` and `rewards` make up the prompt's group, and `begun`
+    has the tokens of aborted responses. The keys of these dictionaries are samples."""
 
     prompt: Prompt
     stage: PromptStage = PromptStage.WAITING
@@ -75,7 +75,7 @@ class Entry:
         return self.scored
 
     def so_far(self) -> tuple[Response | None, ...]:
-        """Returns the generated part of each response, for `Request.begun`; empty if no response has any."""
+        """Returns the generated part of each response, for `Request.begun`; empty if no response has begun."""
         kept = tuple(self.responses.get(i) or self.begun.get(i) for i in range(self.n))
         return kept if any(kept) else ()
 
@@ -112,13 +112,13 @@ class Ledger:
         self.trained = 0  # prompts
         self.trained_responses = 0
         self.skipped: list[Skipped] = []
-        self.skipped_in_a_row = 0  # prompts that could not be prepared since the last usable one
-        # scored groups skipped since the last step, by source and the reward of the group's first response
+        self.skipped_in_a_row = 0  # prompts that could not be prepared, in `draw` calls since the last usable prompt
+        # scored groups skipped since the last step, by source and by the reward of the group's first response
         self.dropped: collections.Counter[tuple[str, float]] = collections.Counter()
         self.dropped_in_a_row = 0  # scored groups skipped since the last group whose rewards differ
         self.accepted = 0  # complete responses that were accepted
         self.epochs: dict[int, int] = {}  # number of prompts trained on, by epoch
-        self.ignored: collections.Counter[str] = collections.Counter()  # late and repeated facts, by kind
+        self.ignored: collections.Counter[str] = collections.Counter()  # late and repeated reports, by kind
         self._stages: dict[PromptStage, dict[int, Entry]] = {stage: {} for stage in PromptStage}
         self._scoring: set[str] = set()  # rids whose reward has yet to arrive
 
@@ -190,7 +190,7 @@ class Ledger:
             self._lose(entry, "a response was aborted")
 
     def reward(self, rid: str, reward: Reward) -> Entry | None:
-        """Enters the reward of a response. Returns the entry if this completes the scoring of its group."""
+        """Enters the reward of a response. Returns the entry if its group is completely scored now, else None."""
         draw, _, sample = _parse(rid)
         entry = self.entries.get(draw)
         response = entry.responses.get(sample) if entry is not None else None
@@ -228,7 +228,7 @@ class Ledger:
     # --- decisions ------------------------------------------------------------------------------
 
     def generate(self, request: Request, served: int) -> None:
-        """Enters that an engine that serves weight version `served` begins a request."""
+        """Enters that a request begins on an engine with weight version `served`."""
         entry = self._at(request.prompt, PromptStage.WAITING, PromptStage.DEFERRED, PromptStage.LOST)
         need = request.need or request.n
         if request.attempt != entry.attempt + 1 or not 1 <= need <= request.n:
@@ -286,8 +286,8 @@ class Ledger:
         return entry
 
     def _current(self, rid: str, kind: str) -> Entry | None:
-        """Returns the entry of response `rid`; None if the fact comes too late to matter. Raises `CoordinatorError` for
-        an id that no request has."""
+        """Returns the entry of response `rid`; None if a report about it is late. Raises `CoordinatorError` for an id
+        that no request has."""
         draw, attempt, sample = _parse(rid)
         entry = self.entries.get(draw)
         if entry is None:
@@ -349,8 +349,8 @@ class Ledger:
     # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Saves a prompt that is being generated as deferred, with the responses that have arrived. Gradients computed
-        early are not saved: their groups are saved as scored, and trained on again."""
+        """Returns the books as JSON. A prompt without all responses is saved as deferred, with the responses that have
+        arrived. A group that is trained on is saved as scored: the resumed run computes its gradients again."""
         dropped = [[source, value, count] for (source, value), count in self.dropped.items()]
         return {name: getattr(self, name) for name in _COUNTS} | {
             "dropped": {"groups": dropped, "in_a_row": self.dropped_in_a_row},
@@ -361,8 +361,8 @@ class Ledger:
         }
 
     def load_state_dict(self, state: SavedState, prompts: Mapping[int, Prompt]) -> None:
-        """Restores the books. `prompts` has the prompts of the state's `entries`, by draw; an entry without a
-        prompt in it can't be prepared any more and is skipped."""
+        """Restores the books. `prompts` has the prompts of the state's `entries`, by draw. An entry whose draw is not
+        in `prompts` is skipped: its prompt could not be prepared again."""
         for name in _COUNTS:
             setattr(self, name, state[name])
         dropped = state["dropped"]
@@ -385,7 +385,7 @@ class Ledger:
                     self.unscored[response.rid] = response
 
 
-NOTHING_DROPPED = {"groups": [], "in_a_row": 0}  # as the state of a new ledger has it
+NOTHING_DROPPED = {"groups": [], "in_a_row": 0}  # the value of "dropped" in the state of a new ledger
 # numbers of the ledger that are saved unchanged
 _COUNTS = ("last_draw", "drawn", "trained", "trained_responses", "accepted")
 _OF_PROMPT = ("draw", "id", "source", "row", "epoch")

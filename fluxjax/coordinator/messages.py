@@ -15,13 +15,13 @@ ABORTED = "abort"  # the value of `rollout.engine.FinishReason.ABORT`
 
 
 def request_id(draw: int, attempt: int) -> str:
-    """Returns the id of one generation of a prompt. All ids have one length: SGLang aborts by prefix, so no id may be
-    the beginning of another."""
+    """Returns the id of one attempt to generate a prompt's responses. All ids have one length: SGLang aborts all
+    requests whose ids begin with the given id."""
     return f"{draw:08d}.{attempt:02d}"
 
 
 def response_id(draw: int, attempt: int, sample: int) -> str:
-    """Returns the id of one response of a request, as `GenerateRequest` names them."""
+    """Returns the id of one response of a request, as in `GenerateRequest`."""
     return f"{request_id(draw, attempt)}/{sample}"
 
 
@@ -52,7 +52,7 @@ class Started(Event):
 
 class PromptsDrawn(Event):
     """The answer to `DrawPrompts`: usable prompts in draw order. `skipped` are prompts that could not be prepared, as
-    (prompt, reason). Both together are fewer than `DrawPrompts.count` only if the data is exhausted."""
+    (prompt, reason). Usable and skipped prompts are fewer than `DrawPrompts.count` only if the data is exhausted."""
 
     prompts: tuple[Prompt, ...]
     skipped: tuple[tuple[Prompt, str], ...] = ()
@@ -71,8 +71,8 @@ class RewardReady(Event):
 
 
 class Trained(Event):
-    """The training step over the groups of `Train` is done; the trainer now holds `version`. The step's `metrics`
-    are for policies that steer by them."""
+    """The training step over the groups of `Train` is done, and the trainer now holds `version`. Scheduling policies
+    may steer by the step's `metrics`."""
 
     version: int
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -91,8 +91,8 @@ class Lent(Event):
 
 
 class ParallelismSet(Event):
-    """The fleet now has `engines` engines of `degree` devices, all awake. They serve the oldest weights that any
-    engine of the earlier fleet served. `kv_tokens`: tokens that each cache holds; 0: unchanged."""
+    """The fleet now has `engines` engines of `degree` devices, all awake. The engines serve the oldest weights that any
+    engine of the earlier fleet served. `kv_tokens`: tokens that each engine's cache holds; 0: unchanged."""
 
     degree: int
     engines: int
@@ -107,7 +107,7 @@ class WeightsPublished(Event):
 
 class Evaluated(Event):
     step: int
-    given_up: bool = False  # because of a stop: the resumed run evaluates
+    given_up: bool = False  # a stop ended the evaluation; the resumed run repeats the evaluation
 
 
 class CheckpointSaved(Event):
@@ -115,7 +115,7 @@ class CheckpointSaved(Event):
 
 
 class EngineFailed(Event):
-    """The engine lost these requests with all their tokens; their prompts must be generated again."""
+    """An engine lost these requests with all their tokens; the prompts must be generated again."""
 
     request_ids: tuple[str, ...]
     reason: str
@@ -145,14 +145,14 @@ class DrawPrompts(Instruction):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """`n` responses to a prompt on one engine. The first `need` that end make up the group (0: all of them)."""
+    """`n` responses to a prompt on one engine. The first `need` responses that end make up the group (0: all `n`)."""
 
     prompt: Prompt
     n: int
     attempt: int = 0  # grows by one when a prompt is generated again; part of the request id
     need: int = 0
     engine: int = 0  # the engine's index
-    # responses to continue, one for each sample (None: from the start), or empty
+    # the begun response of each sample (None: the sample starts anew); empty: all samples start anew
     begun: tuple[Response | None, ...] = ()
     temperature: float | None = None  # temperature of sampling; None: the run's
 
@@ -161,7 +161,7 @@ class Request:
         return request_id(self.prompt.draw, self.attempt)
 
     def to_come(self) -> dict[int, int]:
-        """Returns the samples that are to be generated, each with its number of tokens at the start."""
+        """Returns the samples that the engine is to generate, each with the number of tokens that it has already."""
         begun = {i: before for i, before in enumerate(self.begun) if before is not None}
         whole = {i for i, before in begun.items() if before.finish != ABORTED}
         return {i: begun[i].num_tokens if i in begun else 0 for i in range(self.n) if i not in whole}
@@ -174,7 +174,7 @@ class Generate(Instruction):
 
 
 class Abort(Instruction):
-    """End a request (all its responses) or one response; an id that has ended already is ignored."""
+    """End a request (all its responses) or one response; the id of an ended request or response is ignored."""
 
     rid: str
 
@@ -183,8 +183,8 @@ class Park(Instruction):
     """End `attempt`, the newest request of a prompt that is not trained on yet. The prompt is deferred until it is
     generated again.
 
-    With `keep`, each running response is reported as aborted and continues later from its last token, under the weights
-    served then; else its tokens are dropped.
+    With `keep`, each running response is reported as aborted, and continues later from its last token under the weights
+    that are served then. Without `keep`, all tokens of the request are dropped.
     """
 
     prompt: Prompt
@@ -225,8 +225,8 @@ class Accumulate(Instruction):
 
 
 class Train(Instruction):
-    """Train on these groups, in this order, and on the groups of the step's earlier `Accumulate`s; no group is in both.
-    Advantages are not yet filled in. Steps count from 1: afterwards, `step` steps are done."""
+    """Train on these groups, in this order, and on the groups of the step's earlier `Accumulate`s, which are other
+    groups. Advantages are not yet filled in. Steps count from 1: afterwards, `step` steps are done."""
 
     step: int
     groups: tuple[Group, ...]
@@ -241,14 +241,14 @@ class PublishWeights(Instruction):
 
 
 class SetParallelism(Instruction):
-    """Rebuild the fleet on the same devices: engines of `degree` devices each, as many as fit. It is said only while
-    no prompt is generated or trained on. After the answer, engine indices refer to the new fleet."""
+    """Rebuild the fleet on the same devices: as many engines of `degree` devices as fit. No prompt is generated or
+    trained on meanwhile. After the answer, engine indices refer to the new fleet."""
 
     degree: int
 
 
 class Evaluate(Instruction):
-    """Evaluate the published weights on held-out prompts; `full` at the start and the end of the run."""
+    """Evaluate the published weights on held-out prompts. `full`: the evaluation at the start or the end of the run."""
 
     step: int
     full: bool = False
@@ -288,7 +288,7 @@ R = TypeVar("R")
 
 
 class Handlers(dict[type[Message], Callable[[Any, Any], Any]]):
-    """The methods of a class that handle the messages of `family` (`Event` or `Instruction`), by the message's type.
+    """The methods of a class that handle the messages of `family` (`Event` or `Instruction`), by message type.
 
     class Cluster:
         _carry_out = Handlers(Instruction)

@@ -1,11 +1,11 @@
-"""Media embedded in parquet files: the items of a column, the path of each, and the bytes of one item at a time.
+"""Media embedded in parquet files: the items of a column, the path of each item, and the bytes of one item at a time.
 
-The hub's columns hold structs of `bytes` and `path`. The statistics of a row group count the `bytes` that are not null,
-and the short paths count the items: if all or none are embedded, no media bytes have to be read. The statistics of a
-plain column of bytes suffice, too, unless it holds lists. Other columns are read a few rows at a time and dropped.
+Data sets of the Hugging Face hub hold structs of `bytes` and `path`. The statistics of a row group count the `bytes`
+that are not null, and the short paths count the items: if all items or none are embedded, no media bytes are read. The
+statistics of a column of bytes suffice, too, unless the column holds lists. Other columns are read 16 rows at a time.
 
-A cell is named `COLUMN/ROW/INDEX`: the row counts within its file, the index within the row's list. The last few row
-groups stay in memory; each belongs to one version of a file, so that it stays right when the file changes.
+A cell is named `COLUMN/ROW/INDEX`: the row counts within its file, the index within the row's list. The row groups in
+memory belong to one version of a file each, so that a changed file is read again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .locations import filesystem, is_url, reaching, version_of
 from .media_cache import Recent
 
 KEPT_BYTES = 256 << 20  # bytes of row groups in memory, beside the row group in use
-KEPT_FILES = 16  # open files
+KEPT_FILES = 16  # files that stay open
 SLOTS = pa.list_(pa.string())  # a row's items: a path, EMBEDDED if the column holds the bytes, or null for neither
 EMBEDDED = ""
 _ROWS = 16  # rows read at once if media bytes have to be read
@@ -32,7 +32,7 @@ _LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, 
 
 
 class CellError(ValueError):
-    """A cell can't be read; the message does not name it."""
+    """A cell can't be read; the message does not name the file."""
 
 
 class OtherVersion(CellError):
@@ -50,7 +50,7 @@ def open_parquet(path: str) -> pq.ParquetFile:
 
 
 class _ParquetFile:
-    """An open file, read by one thread at a time, and the first row of each row group."""
+    """An open file, which one thread at a time reads, and the first row of each row group."""
 
     def __init__(self, path: str) -> None:
         self.parquet = open_parquet(path)
@@ -97,7 +97,7 @@ class Cells:
             try:
                 file = _ParquetFile(path)
             finally:
-                _check(path, stamp)  # after opening: a file that was replaced before is noticed
+                _check(path, stamp)  # after opening: the opened file is of this version
             self._files.put((path, stamp), file)
         return file
 
@@ -167,7 +167,7 @@ def read_slots(file: pq.ParquetFile, group: int, column: str) -> pa.Array:
 
 
 def _leaves(file: pq.ParquetFile, group: int, column: str) -> dict[str, int]:
-    """Returns the number of each stored column that a column consists of, by the stored column's name."""
+    """Returns the index of each stored column that a column consists of, by the stored column's name."""
     metadata = file.metadata.row_group(group)
     names = [metadata.column(index).path_in_schema for index in range(metadata.num_columns)]
     return {name: index for index, name in enumerate(names) if name == column or name.startswith(f"{column}.")}

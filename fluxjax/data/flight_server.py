@@ -1,8 +1,8 @@
-"""A preprocessor's side of Arrow Flight: it measures media, and hands out requested slices of them.
+"""The Arrow Flight server of a preprocessor, which measures media and hands out requested slices of their patches.
 
-It is FlexRL's Local Preprocessor (section 4), and serves the media settings of one run: its first client's.
-Clients present a token; without a token, everybody who can connect may have all images and videos of this machine
-decoded. gRPC receives a question completely, up to protobuf's 2 GiB, before this server can refuse it.
+The server is FlexRL's Local Preprocessor (section 4), and serves the media settings of its first client only. Clients
+present the server's token; a server without a token decodes all images and videos of this machine for everybody who can
+connect. gRPC receives a question completely, up to protobuf's 2 GiB, before this server can refuse the question.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SliceStore(Protocol):
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]: ...
 
     def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """Returns the patches `[P, 3, n]` (uint8) of these rows. Raises MediaError."""
+        """Returns an array of patches `[P, 3, n]` (uint8) for each of `rows`. Raises MediaError."""
         ...
 
     def stats(self) -> Any:
@@ -58,7 +58,7 @@ MakeStore: TypeAlias = Callable[[MediaSettings], SliceStore]
 
 
 class _Served(NamedTuple):
-    """The settings of the first client, and their store."""
+    """The settings of the first client, and the store for these settings."""
 
     settings: MediaSettings
     store: SliceStore
@@ -78,8 +78,8 @@ class _Token(flight.ServerMiddlewareFactory):
 
 
 class FlightServer(flight.FlightServerBase):
-    """Serves, until `close`, the store that `make_store` makes for the first client. Raises OSError if it can't listen
-    on `host:port`. The work of all clients runs in `threads` threads."""
+    """Serves the store that `make_store` makes for the first client, until `close`. The work of all clients runs in
+    `threads` threads. Raises OSError if the server can't listen on `host:port`."""
 
     def __init__(self, make_store: MakeStore, host: str, port: int, *, token: str = "", threads: int = 8) -> None:
         self._make_store = make_store
@@ -137,7 +137,7 @@ class FlightServer(flight.FlightServerBase):
         return {"protocol": PROTOCOL, "digest": self._of(question).settings.digest, "threads": self._threads}
 
     def _of(self, question: Mapping[str, Any]) -> _Served:
-        """Returns the store of the question's settings; makes it for the first question. Raises BadQuestion."""
+        """Returns the question's settings and their store, which the first question makes. Raises BadQuestion."""
         try:
             settings = MediaSettings.from_json(question["settings"])
             settings.digest  # noqa: B018  (raises for values without a digest)
@@ -152,7 +152,7 @@ class FlightServer(flight.FlightServerBase):
 
     def _look(self, question: Mapping[str, Any], context: flight.ServerCallContext) -> Mapping[str, Any]:
         ref, store = read_ref(question.get("ref")), self._of(question).store
-        # A client that is gone may have asked again: its new question waits behind this question.
+        # A question of a client that is gone is skipped: the client may have asked again.
         outcome = self._submitted(lambda: None if context.is_cancelled() else store.look([ref])[0]).result()
         if isinstance(outcome, MediaError):
             raise outcome
@@ -185,7 +185,7 @@ class FlightServer(flight.FlightServerBase):
 
 
 def _check_range(rows: Rows, settings: MediaSettings) -> None:
-    """Raises BadQuestion unless the rows belong to a ticket of these settings, lie in it, and are not too many."""
+    """Raises BadQuestion unless the rows lie in a ticket of these settings and have at most `MOST_BATCH` bytes."""
     try:
         ticket = Ticket.parse(rows.ticket)
     except (ValueError, TypeError) as error:

@@ -74,15 +74,15 @@ def parent(path: str) -> str:
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """Returns the fsspec file system of a URL, and the path in it. Raises OSError."""
+    """Returns the fsspec file system of a URL, and the URL's path in that file system. Raises OSError."""
     with reaching(url):
-        from fsspec.core import url_to_fs  # takes a tenth of a second
+        from fsspec.core import url_to_fs  # the import takes a tenth of a second
 
         return url_to_fs(url)
 
 
 def _asked(method: str, url: str) -> Any:
-    """Returns the answer of a URL's file system to `method` about its file. Raises OSError."""
+    """Calls `method` of a URL's file system with the URL's path. Raises OSError."""
     system, place = filesystem(url)
     with reaching(url):
         return getattr(system, method)(place)
@@ -90,7 +90,7 @@ def _asked(method: str, url: str) -> Any:
 
 @contextlib.contextmanager
 def reaching(url: str) -> Iterator[None]:
-    """Turns any error of a file system into an OSError of one line."""
+    """Turns an error of a file system, except for MemoryError, into an OSError of one line."""
     try:
         yield
     except FileNotFoundError:
@@ -131,8 +131,8 @@ def stamp_of(path: str) -> str:
 
 
 def version_of(path: str) -> str:
-    """Returns the version of a file: its size, with its server's name of this version or the time of its last change.
-    If a server reports neither, files of equal size have equal versions. Raises OSError.
+    """Returns the version of a file: its size, and its server's name of the version or the time of its last change. If
+    a server reports no name and no time, files of equal size have equal versions. Raises OSError.
     """
     if not is_url(path):
         return stamp_of(path)
@@ -157,13 +157,13 @@ def is_folder(path: str) -> bool:
 
 
 def matching(folder: str, pattern: str) -> list[str]:
-    """Returns the sorted names, relative to a folder, of files that match a pattern with `*` (`**`: any folders).
-    Raises OSError."""
+    """Returns the sorted paths, relative to a folder, that match a pattern with `*` (`**`: any folders). Raises
+    OSError."""
     if not is_url(folder):
         return sorted(glob.glob(pattern, root_dir=folder, recursive=True))
     system, place = filesystem(folder)
     with reaching(folder):
         begin = place.rstrip("/") + "/"
         names = sorted(name.removeprefix(begin) for name in system.glob(begin + pattern))
-        system.invalidate_cache()  # else later `info` would be answered from this listing
+        system.invalidate_cache()  # otherwise later calls of `info` would be answered from this listing
     return names

@@ -1,7 +1,7 @@
 """A cache, near the devices, of pixels from preprocessors: pixels of expected prompts and of used prompts.
 
-It follows FlexRL (section 4, "Prefetching and Asynchronous Materialization"). Without it, a prompt's pixels are fetched
-only when an engine needs them, and again for training. It holds bytes, a quarter of the size of the floats.
+The cache follows FlexRL (section 4, "Prefetching and Asynchronous Materialization"). Without the cache, a prompt's
+pixels are fetched only when an engine needs them, and again for training. Pixels in the cache are bytes, not floats.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from models.shadow import Rows
 from .tickets import ByteStore, normalised
 
 log = logging.getLogger("fluxjax.data")
-QUESTION_BYTES = 8 << 20  # bytes at which one question asks for no more patches: all its patches arrive together
+QUESTION_BYTES = 8 << 20  # bytes of patches, which arrive together, after which a question gets no further rows
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,15 +28,15 @@ class _KeptPatches:
 
     rows: Rows
     size: int  # bytes
-    promised: bool  # they are expected, and not yet requested
+    promised: bool  # True: the patches are expected, and not yet requested
     patches: np.ndarray | None = None  # `[P, 3, n]`; None while they are being fetched
 
 
 class NearPixels:
     """Caches up to `limit` bytes of patches, and fetches other patches from the `store`.
 
-    Expected patches are fetched ahead, in order, as long as patches that are not yet requested take at most half of the
-    limit. All other patches make room, the least recently used first. The methods are called from any thread.
+    Expected patches are fetched ahead, in order, while the fetched patches that are not yet requested take at most half
+    of the limit. All other patches make room, the least recently used first. Any thread may call the methods.
     """
 
     def __init__(self, store: ByteStore, limit: int) -> None:
@@ -93,8 +93,8 @@ class NearPixels:
     # These methods need the lock:
 
     def _here(self, rows: Rows) -> np.ndarray | None:
-        """Returns cached patches, joined from several pieces if need be; waits for pieces that are being fetched. None
-        if there are no rows, or some rows are neither cached nor being fetched."""
+        """Waits for pieces of the rows that are being fetched, and returns the rows' patches, joined from the pieces.
+        Returns None if there are no rows, or if some rows are neither cached nor being fetched."""
         self._expected.pop(rows.ticket, None)
         pieces: list[np.ndarray] = []
         start = rows.start
@@ -143,8 +143,8 @@ class NearPixels:
         return True
 
     def _fits(self) -> bool:
-        """Says whether the next expected rows may leave the queue: they fit, or are too large to ever be fetched
-        ahead."""
+        """Returns True if the next expected rows may leave the queue: the rows fit, or are too large to ever be
+        fetched ahead."""
         size = self._size(next(iter(self._expected.values())))
         return self._promised + size <= self._limit // 2 or size > self._limit // 2
 
@@ -163,7 +163,7 @@ class NearPixels:
                 self._keep(begun[-1])
         return begun
 
-    # The thread's methods:
+    # The methods of the thread `near-pixels`:
 
     def _fetch_ahead(self) -> None:
         while True:

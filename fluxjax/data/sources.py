@@ -1,7 +1,7 @@
 """Records and sources of prompts: the roles of a record's fields, the record's prompt, JSONL manifests.
 
-A record is a mapping with a question, an answer and perhaps media. Manifests of this project say `prompt`,
-`answer`, `images`, `videos`, `id`; published data sets say `problem`, `question`, `solution` and so on.
+A record is a mapping with a question, an answer and perhaps media. Manifests of this project have the fields `prompt`,
+`answer`, `images`, `videos`, `id`; published data sets have `problem`, `question`, `solution` and so on.
 """
 
 import collections
@@ -44,8 +44,8 @@ _MEDIA_NAME = re.compile(rf"(?is)data:(image|video)/.*|.*\.({_ENDINGS})(\?\S*)?"
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The name of each field in one file; empty if the file has no such field. If a name is empty in the settings, the
-    names in `ALIASES` are tried."""
+    """The name of each field in one file; empty if the file has no such field. For an empty name in the settings,
+    `resolve` tries the names in `ALIASES`."""
 
     prompt: str = ""
     answer: str = ""
@@ -60,11 +60,11 @@ class Fields:
 
 
 def resolve(found: Iterable[str], wanted: Fields, where: str, empty: Container[str] = ()) -> Fields:
-    """Finds the roles of the fields `found` of a file or a line; the fields in `empty` hold nothing. `where` opens
-    every error message.
+    """Returns the names of a file's or a line's fields, out of the names `found`; the fields in `empty` hold nothing.
+    `where` opens every error message.
 
-    Raises `DataError` if a name given in `wanted` is absent, if prompt or answer cannot be found, if two fields hold
-    media of a kind, and if an unknown name must be a typo: dropping images silently would be worse.
+    Raises `DataError` if a name given in `wanted` is absent, if prompt or answer cannot be found, if several fields
+    hold images or several hold videos, or if an unused name resembles that of a media field that was not found.
     """
     names = list(found)
     result: dict[str, str] = {}
@@ -99,7 +99,7 @@ def _nearest(expected: Sequence[str], found: Sequence[str]) -> str:
 
 
 def answer_text(value: object) -> str | None:
-    """Returns an answer as text, or None if the value is neither text nor a number nor a truth value."""
+    """Returns an answer as text; None if the value is neither text nor a number nor a truth value."""
     if isinstance(value, decimal.Decimal):
         return format(value, "f")
     return str(value) if isinstance(value, str | int | float) else None
@@ -163,10 +163,10 @@ def _refused(id: object, reason: str, where: str, field: str, record: Mapping[st
 
 
 def _marked(id: str, source: str, text: str, answer: str, media: Mapping[MediaKind, Sequence[Media]]) -> Prompt:
-    """Makes a prompt whose media stand in the order of the marks. Text without any mark gets its marks in front. If the
-    source has no media field at all, marks in its text are plain words.
+    """Returns a prompt whose media stand in the order of the marks. A text without marks gets the marks of all media in
+    front. Without any media field (`media` is empty), marks in the text are plain words.
 
-    Raises `ValueError` with a short reason if marks and media disagree, and if the prompt is empty."""
+    Raises `ValueError` with a short reason if marks and media disagree, or if the prompt is empty."""
     if not text and not any(media.values()):
         raise ValueError("an empty prompt")
     if not media:
@@ -186,12 +186,12 @@ def _marked(id: str, source: str, text: str, answer: str, media: Mapping[MediaKi
 
 @runtime_checkable
 class Source(Protocol):
-    """Holds a fixed number of prompts, read one at a time in any order, from any thread."""
+    """Holds a fixed number of prompts, which any thread may read in any order."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Prompt:
-        """Reads the prompt of a row. Raises `RecordError` if only this record cannot be used."""
+        """Returns the prompt of a row. Raises `RecordError` if this record cannot be used."""
         ...
 
     def texts(self) -> Iterator[str]:
@@ -221,8 +221,8 @@ class PromptList:
 
 
 def digest_of(source: Source) -> str:
-    """Returns the xxh3-128 of the records in their order: their ids, prompts and answers; in a `PromptList`, also the
-    names of their media. Media are not read."""
+    """Returns the xxh3-128, in hexadecimal, of the ids, prompts and answers of all records in their order. The digest
+    of a `PromptList` includes the names of media. Media are not read."""
     if isinstance(source, PromptList):
         records = (
             (p.id, p.text, p.answer, *(media.path.rpartition("/")[2] for media in p.media))
@@ -239,8 +239,8 @@ def digest_of(source: Source) -> str:
 
 
 def given(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, Source]:
-    """Groups prompts by source. Raises `DataError` for a source that the configuration does not name: it would have no
-    reward."""
+    """Returns a source for each source name of the prompts. Raises `DataError` for a name that the configuration lacks:
+    such a source would have no reward."""
     by_source: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         if prompt.source not in config.sources:
@@ -254,8 +254,8 @@ class JsonlSource(PromptList):
     """A manifest: one JSON object a line, e.g. `{"id": "a", "prompt": "<image>How many?", "answer": "3",
     "images": ["images/a.png"]}`. Media paths are relative to the manifest's folder, or URLs; the manifest may be a URL.
 
-    All lines are checked when the file is opened (media are not touched). `DataError` names the file and the line that
-    is no record or lacks a field; if no record can be used, the first record's line."""
+    All lines are checked when the file is opened; media are not read. Raises `DataError`, naming the file and the line,
+    for a line that is no record or lacks a field, and for the first record if no record can be used."""
 
     def __init__(self, path: str | pathlib.Path, name: str, fields: Fields | None = None) -> None:
         path = local(str(path))
@@ -306,13 +306,12 @@ def _read_lines(path: str) -> Iterator[tuple[int, Mapping[str, object]]]:
 
 
 def all_texts(sources: Iterable[Source]) -> Iterator[str]:
-    """Yields every prompt and answer: a tokenizer built for these sources must be able to write them."""
+    """Yields every prompt and answer, for a tokenizer that must be able to write these texts."""
     return itertools.chain.from_iterable(source.texts() for source in sources)
 
 
 def common_words(sources: Iterable[Source], share: float = 0.02) -> list[str]:
-    """Returns the sorted words, of two letters or more, that stand in at least `share` of the texts of some source:
-    words of its questions, and of answers if the source has few different answers."""
+    """Returns the sorted words, of two letters or more, that stand in at least `share` of the texts of some source."""
     words: set[str] = set()
     for source in sources:
         counts: collections.Counter[str] = collections.Counter()

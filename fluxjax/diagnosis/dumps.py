@@ -23,14 +23,14 @@ class TensorDumps:
             raise ValueError(f"--dumps is read with PyTorch: {error}: pip install 'fluxjax[parity]'") from None
 
     def passes(self) -> list[pathlib.Path]:
-        """The files of rank 0, in the order of the passes; all ranks of a divided model have the same states."""
+        """Returns the files of rank 0, in the order of the passes; all ranks of a divided model have equal states."""
         return sorted(self._folder.glob("TP0_*/Pass*.pt"))
 
     def states(self, earlier: Container[pathlib.Path], layers: int, tokens: int) -> list[np.ndarray]:
-        """Returns the hidden states behind each decoder layer, f32 [T, D], of the `tokens` first tokens in passes that
-        are not `earlier`. Raises OSError if these passes do not have the states."""
-        # SGLang hooks the innermost modules. The norm before layer N + 1 adds what layer N computed to the stream,
-        # and returns (the norm, the stream).
+        """Returns the hidden states behind each decoder layer, float32 `[T, D]`, of the first `tokens` tokens in passes
+        that are not in `earlier`. Raises OSError if these passes do not have the states."""
+        # SGLang dumps the innermost modules. The norm in front of layer N + 1 adds the output of layer N to the
+        # residual stream, and returns (normalised stream, residual stream).
         norms = [*(f"model.layers.{number}.input_layernorm" for number in range(1, layers)), "model.norm"]
         streams = []
         for file in (file for file in self.passes() if file not in earlier):

@@ -1,5 +1,5 @@
-"""A watchdog for a process that is alive but makes no progress: a deadlock, a collective that never ends. Heartbeats
-notice neither."""
+"""A watchdog for a process that is alive but makes no progress, as in a deadlock or a collective that never ends.
+Heartbeats do not notice such a process."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..base.timeline import compilations
 
 HEAD_START = 5.0  # seconds by which the limit of process 0 is longer, because it waits for the other processes
 _LOOK = 0.5  # seconds between two looks at the clock
-_LONG = 3.0  # seconds after which a compilation is announced; shorter compilations would be too many messages
+_LONG = 3.0  # seconds after which a process tells the other processes that it compiles
 _BEGUN, _ENDED = "progress/compiles", "progress/compiled"  # topics of `Links`
 
 
 class Progress:
     """Ends all processes if this process is at the same piece of work for `limit` seconds (in process 0, `HEAD_START`
-    seconds more). A compilation in any process restarts the clock: processes tell each other of long compilations."""
+    seconds more). The clock restarts when a compilation of this process, or a long one of another process, ends."""
 
     def __init__(self, links: Links, limit: float) -> None:
         self._links, self._limit = links, limit + (0.0 if links.process else HEAD_START)
         self._compilations = compilations()
-        self._work: tuple[float, Callable[[], str]] | None = None  # its start, its description
+        self._work: tuple[float, Callable[[], str]] | None = None  # start and description of the present work
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="progress", daemon=True).start()
 
@@ -34,7 +34,7 @@ class Progress:
         self._work = time.monotonic(), what
 
     def end(self) -> None:
-        """Stops the clock: the process waits for its next piece of work, for as long as that takes."""
+        """Stops the clock: the process may wait for its next piece of work without a limit."""
         self._work = None
 
     @contextlib.contextmanager

@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from ..base.statuses import MediumStage, Transition
 from ..base.timeline import Span, disjoint
 
-MOST_ROWS = 240  # drawn media; if there are more, one in two, three, ... is drawn
+MOST_ROWS = 240  # media that are drawn; of more media, one in two, three, ... is drawn
 MOST_NAMED = 12  # preprocessors in the legend
 _PLACE_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf", "#7f7f7f")
 _SOURCE_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
@@ -118,8 +118,8 @@ def timeline(spans: Sequence[Span], file: pathlib.Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class MediumBar:
-    """A time in which a preprocessor (`place`) measured a medium, or (`held`) had it decoded. `row` counts media in the
-    order of their first requests; `start` and `end` are on the clock of the history."""
+    """The time in which the preprocessor `place` measured a medium, or held the decoded medium (`held`). `row` counts
+    media in the order of their first requests; `start` and `end` are seconds on the clock of the history."""
 
     row: int
     place: str
@@ -129,7 +129,7 @@ class MediumBar:
 
 
 def bars_of(history: Iterable[Transition], end: float) -> list[MediumBar]:
-    """Returns the bars of a history up to `end`; open bars end there. A bar that began before the history is left out.
+    """Returns the bars of a history, at most up to `end`. A bar that began before the history is left out.
 
     After measuring a medium, a preprocessor counts as holding it until the preprocessor is lost. The history does not
     record that a preprocessor dropped a medium for lack of room and decoded it again.
@@ -165,8 +165,8 @@ def bars_of(history: Iterable[Transition], end: float) -> list[MediumBar]:
 
 
 def look_lanes(history: Iterable[Transition], spans: Sequence[Span], end: float, later: float) -> list[Span]:
-    """Returns a lane for each preprocessor: the times in which it measured media, within the time of `spans`. The clock
-    of `spans` is `later` seconds ahead of the clock of the history, which ends at `end`."""
+    """Returns a lane for each preprocessor: the times in which the preprocessor measured media, cut to the time of
+    `spans`. The clock of `spans` is `later` seconds ahead of the clock of the history, which ends at `end`."""
     if not spans:
         return []
     first, last = min(span.start for span in spans), max(span.end for span in spans)
@@ -185,8 +185,8 @@ def look_lanes(history: Iterable[Transition], spans: Sequence[Span], end: float,
 
 
 def media_picture(history: Sequence[Transition], end: float, file: pathlib.Path) -> None:
-    """Draws a row for each medium, in the order of first requests: light while a preprocessor measures it, dark while a
-    preprocessor holds it. `history` is that of a `FlightStore`, up to `end` on the store's clock."""
+    """Draws a row for each medium, in the order of first requests: light while a preprocessor measures the medium, dark
+    while a preprocessor holds the medium. `history` comes from a `FlightStore`, and ends at `end` on its clock."""
     bars = bars_of(history, end)
     rows = 1 + max((bar.row for bar in bars), default=0)
     every = -(-rows // MOST_ROWS)

@@ -23,7 +23,7 @@ from .named import Failing, FoundReward, RewardFailure, as_batch, as_reward, fin
 BATCH = 64  # most responses in a call of a batched reward
 BATCH_WAIT = 0.05  # seconds that a response waits for others of its batch
 _PING_SECONDS = 0.5  # seconds within which a loop answers if it is not blocked
-MEMORY_GIB = 4.0  # memory of a process of a user's reward, beside its imports
+MEMORY_GIB = 4.0  # most memory that a process of a user's reward may take beside its imports
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,21 +138,21 @@ class Caller(abc.ABC):
 
     @abc.abstractmethod
     async def call(self, completions: Sequence[Completion]) -> list[Any]:
-        """Returns an answer for each completion; there is one completion, unless the reward scores batches. The caller
-        raises an answer that is a RewardFailure; a failure of all completions is raised here."""
+        """Returns an answer for each completion; there is one completion, unless the reward scores batches. A failure
+        on some completions is an answer, a RewardFailure; `call` raises a failure on all completions."""
 
     def close(self) -> None:  # noqa: B027 - calls in this process go on
         """Ends calls under way, if they can be ended."""
 
 
 class _Batch:
-    """Completions that are scored together: `send` gets the new batch, and waits until it is `full` or time is up."""
+    """Completions that `send` scores together as soon as the batch is `full` or `BATCH_WAIT` seconds old."""
 
     def __init__(self, send: Callable[[_Batch], Coroutine[Any, Any, list[Any]]]) -> None:
         self.completions: list[Completion] = []
         self.full = asyncio.Event()
         self.answers = asyncio.create_task(send(self))
-        # If all waiting calls were cancelled, none of them reads the error.
+        # Reads the task's error, since cancelled calls do not: asyncio would log an error that nobody reads.
         self.answers.add_done_callback(lambda answers: answers.cancelled() or answers.exception())
 
 
@@ -234,7 +234,7 @@ class UsersLoop:
         return asyncio.run_coroutine_threadsafe(_awaited(function, *arguments), self._running[0])
 
     async def check(self) -> None:
-        """Abandons the loop if it does not answer: its tasks time out."""
+        """Abandons the loop if the loop is blocked; the loop's tasks then time out."""
         if (running := self._running) is None:
             return
         answered = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), running[0]))
@@ -293,10 +293,10 @@ class ProcessCaller(Caller):
 
 
 def scoring_function(reward: Mapping[str, Any]) -> Callable[[bytes], list[Sequence[Any]]]:
-    """Returns the function by which a process scores; the reward of this `name` and `arguments` is built once.
+    """Builds the reward of this `name` and `arguments`, and returns the function by which a process scores.
 
-    The function takes completions as the run pickled them. It returns each answer as plain values, or as the reason
-    that there is no answer: the run takes no objects from a user's code."""
+    The function takes pickled completions. It returns plain values for each completion, or the reason that there is no
+    answer: the run takes no objects from a user's code."""
     callee = Callee.of(find_reward(**reward))
 
     def scored(completions: bytes) -> list[Sequence[Any]]:
@@ -312,7 +312,7 @@ def scoring_function(reward: Mapping[str, Any]) -> Callable[[bytes], list[Sequen
 
 
 def plain_answer(result: Any) -> Sequence[Any]:
-    """Returns the values of an answer's `Reward`, or only the reason why it is no reward."""
+    """Returns the values of the `Reward` that `result` means, or only the reason why `result` is no reward."""
     try:
         return dataclasses.astuple(as_reward(result))
     except RewardFailure as failure:

@@ -1,4 +1,4 @@
-"""Scores responses by the rewards of each source; a reward that raises, hangs or answers nonsense can't end the run."""
+"""Scores responses by the rewards of each source; one call that raises, hangs or returns nonsense can't end the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger("fluxjax.rewards")
 _KEPT = 65_536  # prompts whose progress is remembered: far more than are in flight
 _LOOKED_AT = 500  # answers of a source that are read before a run begins
 _CLOSING_SECONDS = 5.0  # most seconds for a reward's `close`
-_HERE = ("math", "format", "code", "judge")  # kinds called in this process: they have their own workers
+_HERE = ("math", "format", "code", "judge")  # kinds of rewards that this process always calls
 _LOGGED = 5  # failures of one reward that are logged one by one
 _WINDOW = 1000  # last responses over which the share of failures is computed
 _REASONS = 32  # reasons that are counted one by one; further reasons are counted together
@@ -48,13 +48,13 @@ class GuardedReward:
     max_failed: float
     note: Callable[[str, str], None]
     give_up: Callable[[str], object]
-    # Counts by way of failing; `Scorer.metrics` reads and clears them.
+    # The number of failures by `Failing`; `Scorer.metrics` reads and clears the counts.
     since: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     _reasons: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     _recent: collections.deque[bool] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=_WINDOW))
 
     async def score(self, completion: Completion) -> Reward:
-        """Returns the reward of one completion; a failure has the value 0 and the reason."""
+        """Returns the reward of one completion; for a failure, the value 0 with the reason."""
         begin = time.monotonic()
         try:
             if self.caller is None:
@@ -72,7 +72,7 @@ class GuardedReward:
         return dataclasses.replace(reward, seconds=time.monotonic() - begin)
 
     def unreadable(self, prompt: Prompt) -> str:
-        """Says why the reward can't grade the prompt's answer; empty if it can, or if it has no such check."""
+        """Returns the reason why the reward can't grade the prompt's answer; empty if no check finds a reason."""
         rule = UNREADABLE.get(self.reward) if inspect.isfunction(self.reward) else None
         tells: Any = rule or getattr(self.reward, "unreadable", None)
         return str(tells(prompt)) if callable(tells) else ""
@@ -91,7 +91,7 @@ class GuardedReward:
         self.note(self.source, f"{self.name}: {reason}")
         scored, failed = len(self._recent), sum(self._recent)
         if scored >= JUDGED and failed > self.max_failed * scored:
-            self._recent.clear()  # a later run counts from 0
+            self._recent.clear()  # `give_up` is called again after `JUDGED` further responses at the earliest
             self.give_up(
                 f"reward {self.name!r} of data.sources.{self.source} failed on {failed / scored:.0%} of the last "
                 f"{scored} responses, more than rewards.max_failed = {self.max_failed:g}; most often: "
@@ -101,7 +101,7 @@ class GuardedReward:
 
 @dataclasses.dataclass(frozen=True)
 class WeightedSum:
-    """The rewards of a source by name, and their weights; weights may change. A single reward has no weight.
+    """The rewards of a source by name, and their weights, which may change in a run. A single reward has no weight.
 
     The first reward says whether a response is correct. A reward that failed adds nothing to the sum.
     """
@@ -120,7 +120,7 @@ class WeightedSum:
         return any(reward.caller is not None for reward in self.rewards.values())
 
     async def score(self, completion: Completion, progress: float) -> Reward:
-        """Returns the reward of a completion with the weights at `progress`, in [0, 1]; its parts are not weighted."""
+        """Returns the sum of a completion's rewards with the weights at `progress`, in [0, 1], and unweighted parts."""
         if not self.weights:
             (reward,) = self.rewards.values()
             return await reward.score(completion)
@@ -137,7 +137,7 @@ class WeightedSum:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states of its rewards for checkpoints, by name."""
+        """Returns the states of the rewards that have any, by name."""
         states = {name: getattr(reward.reward, "state_dict", None) for name, reward in self.rewards.items()}
         return {name: state() for name, state in states.items() if callable(state)}
 
@@ -177,8 +177,8 @@ class Scorer:
         self._counting: list[Callable[[], Mapping[str, float]]] = []  # functions that return rewards' counts
         # The seconds that each response waited for rewards other than rules, since the last `metrics`.
         self._seconds: list[float] = []
-        self._open = 0  # responses that wait for such rewards
-        self._begun: dict[int, float] = {}  # by draw: the progress when the first of its responses was scored
+        self._open = 0  # responses that wait for rewards other than rules
+        self._begun: dict[int, float] = {}  # by draw: the progress when the prompt's first response was scored
         given = dict(given or {})
         if unknown := given.keys() - sources.keys():
             raise ConfigError(f"rewards: there is no source {', '.join(sorted(unknown))}, only {', '.join(sources)}")
@@ -215,7 +215,7 @@ class Scorer:
     async def score(self, prompt: Prompt, response: Response) -> Reward:
         """Returns the reward of one response. A reward's failure never raises; an unknown source raises `KeyError`.
 
-        Before its first `await` it reads the run's progress, which sets the weights for all responses to the prompt."""
+        The run's progress, read before the first `await`, sets the weights for all responses to the prompt."""
         rewards = self._training[prompt.source]
         progress = self._of_prompt(prompt.draw) if rewards.changes else 0.0
         text = self.decode(response.token_ids)
@@ -240,7 +240,7 @@ class Scorer:
             self._open -= 1
 
     def _of_prompt(self, draw: int) -> float:
-        """Returns the progress that sets a prompt's weights: equal for all its samples, which are compared."""
+        """Returns the progress that sets the weights for all samples of a prompt: samples are compared."""
         if draw not in self._begun:
             self._begun[draw] = self._progress()
             if len(self._begun) > _KEPT:
@@ -249,7 +249,7 @@ class Scorer:
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of rewards since the last call, by their names in `metrics.jsonl` (docs/rewards.md, "What
-        is measured"): seconds, counts, and shares in [0, 1]; empty if only rules were called, and none failed."""
+        is measured"): seconds, counts, and shares in [0, 1]; empty if only rules were called, and no rule failed."""
         seconds, self._seconds = sorted(self._seconds), []
         usages = {kind: slots.usage() for kind, slots in self._slots.items()}
         used = {kind: usage for kind, usage in usages.items() if usage[1]}
@@ -285,14 +285,14 @@ class Scorer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict`; in checkpoints of earlier releases it is empty."""
+        """Restores the result of `state_dict`. Checkpoints of earlier releases have an empty state."""
         self._begun = dict(state.get("begun", []))
         for part, sums in (("training", self._training), ("held_out", self._held_out)):
             for name, rewards in sums.items():
                 rewards.load_state_dict(state.get(part, {}).get(name, {}))
 
     def close(self) -> None:
-        """Ends processes and threads; calls each reward's `close`, if it has one, and waits a few seconds for it."""
+        """Ends processes and the loop of users' coroutines; calls each reward's `close`, for a few seconds at most."""
         for reward in self._rewards:
             if reward.caller is not None:
                 reward.caller.close()
@@ -342,8 +342,9 @@ class Scorer:
         return self._rewards[-1]
 
     def _called(self, found: FoundReward, is_object: bool) -> tuple[Any, Caller | None]:
-        """Returns a reward and its caller: None for a built-in rule. Processes build and call a user's reward by import
-        path, unless it is asynchronous, keeps state or has a kind of `_HERE`; this process calls all others."""
+        """Returns a reward and its caller: None for a built-in rule. Processes build and call a user's reward that has
+        an import path, unless the reward is an object, is asynchronous, keeps state or has a kind of `_HERE`. This
+        process calls the remaining rewards."""
         if inspect.isfunction(found.value) and found.value in UNREADABLE and not found.arguments:
             return found.value, None
         from .calls import Callee, LocalCaller, ProcessCaller, Slots, UsersLoop
@@ -359,7 +360,7 @@ class Scorer:
             return None, ProcessCaller(found, *bounds_of(callee.kind))
         reward = found.build()
         bounds, slots = bounds_of(Callee.of(reward).kind)
-        if callable(call_within := getattr(reward, "call_within", None)):  # it ends a call itself, with its own reason
+        if callable(call_within := getattr(reward, "call_within", None)):  # the reward ends a call with its own reason
             call_within(bounds.seconds)
         if (take_counts := getattr(reward, "take_counts", None)) is not None:
             self._counting.append(take_counts)

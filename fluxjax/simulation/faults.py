@@ -1,8 +1,7 @@
 """Random numbers as functions of names (seed, kind, draw, attempt, sample), whatever the order of calls; and faults
 that such numbers cause: crashes, slow engines, lost, doubled and late replies, slow syncs, rewards that hang.
 
-A plan only answers questions. Its answers are functions of seed and names, so runs of different policies meet the same
-faults for the same engines, responses and versions.
+Runs of different scheduling policies meet the same faults for the same engines, responses and versions.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ _MASK = (1 << 64) - 1
 
 
 def key(*names: int) -> int:
-    """Mixes all of the whole numbers into 64 bits (the finaliser of splitmix64, chained)."""
+    """Returns a 64-bit hash of the whole numbers (the finaliser of splitmix64, chained)."""
     mixed = 0
     for name in names:
         mixed = (mixed + name + 0x9E3779B97F4A7C15) & _MASK
@@ -39,7 +38,7 @@ def exponential(mean: float, *names: int) -> float:
 
 
 def generator(*names: int) -> np.random.Generator:
-    """Returns a stream of random numbers that depends only on these names."""
+    """Returns a generator of random numbers that depend only on `names`."""
     return np.random.Generator(np.random.Philox(key=key(*names)))
 
 
@@ -74,7 +73,7 @@ class FaultPlan:
         self.rates, self.seed = rates, seed
 
     def crashes(self, engine: int) -> Iterator[tuple[float, float]]:
-        """Yields (time of a crash, seconds until the engine is up again), endlessly; nothing without crashes."""
+        """Yields (time of a crash, seconds until the engine is up again), endlessly; nothing if `crash_every` is 0."""
         return self._spells(self.rates.crash_every, self.rates.down, _CRASH, _DOWN, engine)
 
     def slow_spells(self, engine: int) -> Iterator[tuple[float, float]]:
@@ -93,8 +92,8 @@ class FaultPlan:
             count += 1
 
     def replies(self, draw: int, attempt: int, sample: int) -> tuple[float, ...]:
-        """Returns the times at which a response arrives, in seconds after its end: `(0.0,)` without a fault; with a
-        fault no time, a late time, or two times."""
+        """Returns the times at which a response arrives, in seconds after its end: `(0.0,)` without a fault, `()` for a
+        lost response, one late time, or two times."""
         rates = self.rates
         chance = rates.lost + rates.doubled + rates.late
         if not chance:

@@ -25,12 +25,12 @@ class Model(enum.Enum):
 
 
 class Rewards(enum.Enum):
-    """The scheduling of rewards: the time at which responses are scored, and their time-outs and GPUs (Flexes, section
+    """The scheduling of rewards: when responses are scored, with which time-outs, on which GPUs (Flexes, section
     4.3)."""
 
     SYNCHRONOUS = "synchronous"  # after all generation, as in verl
     ASYNCHRONOUS = "asynchronous"  # each response as it ends
-    SCHEDULED = "scheduled"  # as it ends, with adaptive time-outs of sandboxes, and judges on the engines' GPUs
+    SCHEDULED = "scheduled"  # each response as it ends; adaptive time-outs of sandboxes, judges on the engines' GPUs
 
 
 @dataclasses.dataclass(slots=True)
@@ -40,12 +40,12 @@ class SimulationConfig(Section):
     train_gpus: int = not_negative(0)  # GPUs for training alone; 0: engines and trainer share all GPUs, in turn
     degree: int = positive(2)  # GPUs of an engine
     max_running: int = positive(256)  # samples that an engine decodes at once
-    speed: float = positive(1.0)  # speed of every GPU, compute and memory alike, in H800s
+    speed: float = positive(1.0)  # speed of every GPU in compute and memory, relative to an H800
     memory_fraction: float = within(0.6, "[0, 1]")  # share of a GPU's memory for rollout, weights included
     median: float = positive(550.0)  # tokens of a response
     spread: float = not_negative(1.05)  # standard deviation of the logarithm of a response's length
-    shared: float = within(0.5, "[0, 1]")  # share of that logarithm's variance that depends on the prompt
-    tasks: tuple[str, ...] = TASKS  # a subset of math, code, judge; equally many prompts of each
+    shared: float = within(0.5, "[0, 1]")  # share of the logarithm's variance that depends on the prompt
+    tasks: tuple[str, ...] = TASKS  # a subset of math, code, judge, which are equally probable for a prompt
     prompts: int = positive(10_240)  # prompts in the data set
     epochs: int = not_negative(0)  # times that the data set is drawn; 0: no bound
     rewards: Rewards = Rewards.ASYNCHRONOUS  # synchronous: as verl; scheduled: as Flexes
@@ -86,7 +86,8 @@ class SimulateConfig(Config):
     )
 
     def validate(self) -> None:
-        """Raises `ConfigError` for an impossible cluster, naming the field, its value and the fix."""
+        """Sets `rollout.engines` and `parallelism.degree` from the cluster. Raises `ConfigError`, naming the field and
+        the fix, for an impossible cluster and for a changed field without effect."""
         default = type(self)()
         check_fields(self)
         for field in self.unread:

@@ -1,10 +1,10 @@
 """Prompts and their answers: the answers' lengths, whether they are right, the seconds of a sandbox.
 
-The length of a response is lognormal; half of the variance of its logarithm is the prompt's, half the sample's. Flexes
+The length of a response is lognormal; half of the logarithm's variance is the prompt's, half the sample's. Flexes
 reports median and spread (section 2.2): 75 % of the responses are below twice the median, the longest of a step's 1,024
 is 26 to 32 times the median. With halves, the longest response that tail batching accepts in a short round is a ninth
-of the longest without it (section 3: "up to 8.9 times"). A prompt's source and the length of its text tell a part of
-the prompt's half, so that lengths can be predicted, but not well.
+of the longest response without tail batching (section 3: "up to 8.9 times"). A prompt's source and the length of its
+text explain a part of the prompt's half, so that lengths can be predicted, but not well.
 
 All values are functions of seed, draw, attempt and sample; the versions of the weights have no influence.
 """
@@ -31,7 +31,7 @@ _PROMPTS, _ORDER, _SAMPLES = range(3)
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """The n future samples of one generation of a prompt: their tokens, whether they are right, and the seconds for
+    """The samples of one attempt at a prompt: their numbers of tokens, whether they are right, and the seconds for
     which a sandbox would run (0 for other tasks)."""
 
     lengths: list[int]
@@ -39,7 +39,7 @@ class Samples:
     sandbox: list[float]
 
     def reward(self, sample: int, limit: float = SANDBOX_LIMIT) -> Reward:
-        """Scores a sample; 0 if its sandbox is stopped after `limit` seconds."""
+        """Returns a sample's reward: 1 for a right sample, 0 for a wrong one or if its sandbox runs `limit` seconds."""
         if self.sandbox[sample] >= limit:
             return Reward(0.0, False, "timed out")
         return Reward(float(self.correct[sample]), self.correct[sample])
@@ -55,8 +55,8 @@ def _repeated(value: float, count: int) -> tuple[Any, ...]:
 
 
 def response(rid: str, draw: int, sample: int, segments: Segments, finish: str = "stop") -> Response:
-    """Makes a response with the weight versions of `segments`, each (version, tokens); ids and log-probs are all 0.
-    Responses of equal length share tuples."""
+    """Returns a response with the weight versions of `segments`, each (version, tokens); ids and log-probs are all 0.
+    Most responses of equal length share tuples."""
     if len(segments) == 1:
         versions = _repeated(*segments[0])
     else:
@@ -108,8 +108,8 @@ class Workload:
         return self._tokens[self.index(draw)]
 
     def samples(self, draw: int, attempt: int, count: int) -> Samples:
-        """Returns the first `count` samples of a generation; a sample does not depend on `count`. Another attempt at
-        the prompt has other random numbers."""
+        """Returns the first `count` samples of an attempt; a sample does not depend on `count`. Another attempt at the
+        prompt has other random numbers."""
         index = self.index(draw)
         length, right, hang, pace = generator(self.seed, _SAMPLES, draw, attempt).standard_normal((count, 4)).T
         lengths = np.exp(self._log_length[index] + self._own * length)

@@ -18,9 +18,9 @@ from ..base.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TARGETS = pathlib.Path(__file__).parent / "targets"
-MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # as JAX names it
-FOLDER = "FLUXJAX_AOT"  # names the folder of the plugin; unset: see `find_plugin`
-CUDA = ("cuda12", "cuda13")  # as JAX's packages are named
+MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX's environment variable
+FOLDER = "FLUXJAX_AOT"  # the environment variable that names the folder of the plugin; unset: see `find_plugin`
+CUDA = ("cuda12", "cuda13")  # CUDA's versions in the names of JAX's packages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Topology:
 
     @property
     def description(self) -> str:
-        """The target's description, as XLA reads it (a `GpuTargetConfigProto`)."""
+        """The description of a device that XLA reads (a `GpuTargetConfigProto`)."""
         return (TARGETS / f"{self.kind}.txtpb").read_text()
 
     @property
@@ -76,8 +76,8 @@ def kinds() -> list[str]:
 
 
 def memory_fraction(default: float) -> float:
-    """Returns the part of a device's memory that JAX may use. Raises ConfigError if the environment's value is no
-    number."""
+    """Returns the share of a device's memory that JAX may use: `MEMORY_FRACTION` in the environment, else `default`.
+    Raises ConfigError if the environment's value is no number."""
     given = os.environ.get(MEMORY_FRACTION, "")
     try:
         return float(given or default)
@@ -86,10 +86,10 @@ def memory_fraction(default: float) -> float:
 
 
 def find_plugin(folder: str = "") -> None:
-    """Lets JAX find its CUDA plugin: in `folder`, in the folder that FLUXJAX_AOT names, in the checkout's .aot (from
-    `bash scripts/test.sh aot`), or in the environment.
+    """Lets JAX find its CUDA plugin: in `folder`, else in the folder that FLUXJAX_AOT names, else in the checkout's
+    .aot (from `bash scripts/test.sh aot`), else in the Python environment.
 
-    Call it before JAX is imported: from then on JAX runs on the CPU and touches no GPU. Raises ConfigError if the
+    Call `find_plugin` before JAX is imported: JAX then runs on the CPU and touches no GPU. Raises ConfigError if the
     plugin is absent, or of another version than jaxlib.
     """
     jaxlib = importlib.metadata.version("jaxlib")
@@ -114,7 +114,7 @@ def find_plugin(folder: str = "") -> None:
 
 
 def plugin_packages(path: list[str]) -> tuple[str, str]:
-    """Returns the names of JAX's CUDA plugin and of its compiler: for the CUDA whose plugin is on `path`, else 12."""
+    """Returns the packages of JAX's CUDA plugin and its compiler, for the CUDA version that is on `path`, else 12."""
     return next((names for names in map(_packages, CUDA) if _version(names[0], path)), _packages(CUDA[0]))
 
 

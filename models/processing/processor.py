@@ -57,7 +57,7 @@ class PromptOutline:
     `certain` is False if a number of frames comes from a video's header: decoding may show another number.
     """
 
-    token_ids: np.ndarray  # i32, placeholders not repeated
+    token_ids: np.ndarray  # int32, placeholders not repeated
     media: tuple[Medium, ...]
     merge_size: int  # patches a side of the square that becomes one token
     certain: bool = True
@@ -87,7 +87,7 @@ class PromptOutline:
 
 @dataclasses.dataclass(frozen=True)
 class Processor:
-    """Turns prompts into model inputs, and ids back into text. Immutable; can be pickled to workers."""
+    """Turns prompts into model inputs, and ids back into text. A processor is immutable, and can be pickled."""
 
     tokenizer: Tokenizer
     architecture: str = "qwen2_5_vl"  # a key of `ARCHITECTURES`
@@ -150,8 +150,8 @@ class Processor:
     ) -> Processor:
         """A processor with other bounds for images and videos; 0 and None leave the present values.
 
-        If a given bound crosses the checkpoint's other bound, the other bound moves to it. Raises ValueError if
-        `min_pixels` is above `max_pixels`.
+        If a given bound crosses the present opposite bound, the opposite bound moves to the given bound. Raises
+        ValueError if `min_pixels` is above `max_pixels`.
         """
         if min_pixels > max_pixels > 0:
             raise ValueError(f"min_pixels={min_pixels} is above max_pixels={max_pixels}")
@@ -215,14 +215,14 @@ class Processor:
         return self.encode(text, ends=True)
 
     def prepare_chat(self, text: str, media: Sequence[tuple[str, Source]] = (), *, system: str = "") -> ModelInput:
-        """The model input of `text` as the user's turn in the checkpoint's chat template, if it has one: see `prepare`.
+        """The model input of `text` as the user's message in the checkpoint's chat template, if any: see `prepare`.
 
         Raises PromptError for a `system` message if there is no template.
         """
         return self.prepare_ids(self.tokenise_chat(text, media, system=system), media)
 
     def tokenise_chat(self, text: str, media: Sequence[tuple[str, Source]] = (), *, system: str = "") -> list[int]:
-        """The ids of `text` as the user's turn in the checkpoint's chat template, if it has one: see `tokenise`."""
+        """The ids of `text` as the user's message in the checkpoint's chat template, if any: see `tokenise`."""
         config = json.loads(self.tokenizer_config)
         if not self.chat_template:
             if isinstance(templates := config.get("chat_template"), list):
@@ -246,7 +246,7 @@ class Processor:
         messages.append({"role": "user", "content": content})
         rendered = render(self.chat_template, messages, **special)
         bos = special.get("bos_token")
-        # as in transformers: models with vision get the tokens of both ends, unless the template has added them
+        # As in transformers, `ends` is for models with vision, and for texts that do not begin with the bos token yet.
         return self.encode(rendered, ends=self.vision and not (bos and rendered.startswith(bos)))
 
     def _check_marks(self, text: str, media: Sequence[tuple[str, Source]]) -> None:
@@ -271,7 +271,7 @@ class Processor:
         self, token_ids: Sequence[int], media: Sequence[tuple[str, Source]] = (), *, count: bool = False
     ) -> PromptOutline:
         """The outline of the input that `prepare_ids` returns, read from the headers of `media`. `count` reads all
-        packets of videos, without decoding them. Raises the errors of `prepare_ids` that the reading shows."""
+        packets of videos, without decoding them. Raises PromptError, or MediaError for a file that can't be read."""
         self._check_placeholders(token_ids, [kind for kind, _ in media])
         found = [self.settings.glance(kind, source, count=count) for kind, source in media]
         return self.outline_of(token_ids, [medium for medium, _ in found], certain=all(sure for _, sure in found))
@@ -285,9 +285,9 @@ class Processor:
         return PromptOutline(ids, tuple(media), self.layout.spatial_merge_size, certain)
 
     def _with_times(self, token_ids: np.ndarray, media: Sequence[Medium]) -> np.ndarray:
-        """The ids with a placeholder for each frame pair of a video that has times: `<0.5 seconds>`, then the
-        placeholder between the tokens of a medium's start and end. As in transformers, these stand between the tokens
-        of start and end of the complete video."""
+        """The ids with a time and a placeholder for each frame pair of a video that has times. A time is written
+        `<0.5 seconds>`; the tokens of a medium's start and end enclose the placeholder. As in transformers, another
+        pair of start and end encloses the complete video."""
         pad_of = self._pads()
         start, end = self._media_token(VISION_START), self._media_token(VISION_END)
         parts, done = [], 0
@@ -309,7 +309,7 @@ class Processor:
         return token_id
 
     def _check_placeholders(self, token_ids: Sequence[int] | np.ndarray, kinds: Sequence[str]) -> None:
-        """Raises PromptError if the placeholders are not those of media of these `kinds`, in order."""
+        """Raises PromptError if the placeholders do not stand for media of these `kinds`, in order."""
         self._check_vision(kinds)
         if not self.vision:
             return
@@ -322,7 +322,8 @@ class Processor:
             )
 
     def prepare_ids(self, token_ids: Sequence[int], media: Sequence[tuple[str, Source]] = ()) -> ModelInput:
-        """The model input of a tokenised prompt that holds one unexpanded placeholder for each medium, in order."""
+        """The model input of a tokenised prompt that holds one placeholder for each medium, in order. Raises
+        PromptError if placeholders and media differ, MediaError for a file that can't be used."""
         self._check_placeholders(token_ids, [kind for kind, _ in media])
         found: list[Medium] = []
         parts: list[np.ndarray] = []
@@ -350,7 +351,7 @@ class Processor:
             tokens_T,
             [grid for kind, grid in outline.blocks if kind == "image"],
             [grid for kind, grid in outline.blocks if kind == "video"],
-            # a block of a single frame pair takes no time
+            # one entry a block; the positions of a block with one frame pair do not depend on its entry
             [medium.seconds_per_grid for medium in media if medium.kind == "video" for _ in medium.blocks],
             image_token_id=pad_of["image"],
             video_token_id=pad_of["video"],
@@ -368,7 +369,7 @@ class Processor:
 
 
 def arranged(arrangement: Arrangement, packed_PX: np.ndarray | ShadowTensor) -> VisionInput:
-    """The tower's input, of patches that are in window order."""
+    """The vision tower's input, from patches in window order."""
     return VisionInput(
         packed_PX,
         arrangement.positions_P2,
@@ -381,7 +382,7 @@ def arranged(arrangement: Arrangement, packed_PX: np.ndarray | ShadowTensor) -> 
 def pack_patches(
     patches_PX: np.ndarray, grid_thw: Sequence[Sequence[int]] | np.ndarray, layout: PatchLayout
 ) -> tuple[VisionInput, np.ndarray]:
-    """Packs the patches of all media, given in raster order, into window order; see `Arrangement.feature_order`.
+    """The vision tower's input, from patches of all media in raster order, and `Arrangement.feature_order`.
 
     Raises ValueError if patches and grids do not fit together.
     """
@@ -395,8 +396,8 @@ def _are_among(token_ids: np.ndarray, few: Iterable[int]) -> np.ndarray:
 
 
 def _kind(folder: pathlib.Path, config: JsonObject, image: JsonObject) -> tuple[str, PatchLayout]:
-    """(architecture, layout) in config.json, which fit the weights. Without config.json, a model reads media if `image`
-    has settings. Raises ValueError if config.json is not supported or contradicts preprocessing settings."""
+    """(architecture, layout) of config.json. Without config.json, a model counts as reading media if `image` has
+    settings. Raises ValueError if config.json is not supported or contradicts preprocessing settings."""
     if not config:
         if image.get("processor_class") == PROCESSORS[True][0]:
             return "qwen3_vl", read_layout(image, TIMED_LAYOUT)
@@ -418,7 +419,7 @@ def _kind(folder: pathlib.Path, config: JsonObject, image: JsonObject) -> tuple[
 def _eos_ids(
     folder: pathlib.Path, config: JsonObject, tokenizer_config: JsonObject, tokenizer: Tokenizer
 ) -> tuple[int, ...]:
-    """The ids that end an answer: generation_config.json's, else config.json's, else the tokenizer's end token."""
+    """The ids that end an answer, by generation_config.json, else by config.json, else the tokenizer's end token."""
     said = (
         read_json(folder / "generation_config.json").get("eos_token_id"),
         config.get("eos_token_id"),

@@ -15,15 +15,15 @@ from .settings import FrameSettings, PixelSettings
 
 END = "<|endoftext|>"
 TIMES = "<0123456789. seconds>"  # characters of the times of frame pairs
-# The order is that of Qwen's own vocabularies. `<|endoftext|>` has id 0: it pads, and ends an answer.
+# The tokens stand in the order of Qwen's vocabularies. `END` has id 0, pads, and ends an answer.
 SPECIAL_TOKENS = (END, "<|im_start|>", "<|im_end|>", *MEDIA_TOKENS)
 
 
 def build_tokenizer(texts: Iterable[str], words: Sequence[str] = (), *, marks: bool = True) -> Tokenizer:
     """A tokenizer with a token for every character of `texts` and `words`, and for each of `words` as a complete word.
 
-    Ids depend on the sets of characters and words only, not on their order. Media marks in the texts are skipped;
-    `marks=False` treats them as text. Encoding an unknown character is an error, not a silent loss.
+    Ids depend on the sets of characters and words only, not on their order. Media marks in the texts are skipped, or
+    treated as text with `marks=False`. The tokenizer raises an error for an unknown character.
     """
     characters = sorted(set("".join(MARK.sub("", text) if marks else text for text in texts)) | set("".join(words)))
     whole = sorted(set(words) - set(characters))
@@ -46,10 +46,10 @@ def build(
     max_pixels: int = 128 * 128,
     num_frames: int = 4,
 ) -> Processor:
-    """A processor whose tokenizer covers `texts` and `words`; text-only if `layout` is None.
+    """A processor whose tokenizer covers `texts` and `words`; for text only if `layout` is None.
 
-    `layout` must say what the model's `VisionConfig` says (`PatchLayout.of(config.vision)`). Every answer ends with
-    `<|endoftext|>`, the only end id.
+    `layout` must equal `PatchLayout.of(config.vision)` of the model. `<|endoftext|>` is the only token that ends an
+    answer.
     """
     if layout is not None and layout.timed:
         texts = [*texts, TIMES]

@@ -1,8 +1,8 @@
 """A model's loss cut into stages: each layer, and each part between two stacks of layers, is a program of its own.
 
-FSDP runs the loss as one program a device. ODC must stop between any two layers, to fetch and to push. The loss is
-traced once with complete weights (`Trace`). A `MarkingWalk` leaves one equation in the trace for each stack that the
-model walks; the equations between two stacks form one more stage. So ODC computes the same operations as the other
+FSDP runs the loss as one program a device. ODC must stop between any two layers, to fetch weights and push gradients.
+The loss is traced once with complete weights (`Trace`). A `MarkingWalk` leaves one equation in the trace for each stack
+that the model walks; the equations between two stacks form one more stage. So ODC computes the same operations as other
 strategies, for any model that walks its stacks with `Walk.scan`, and models do not depend on ODC.
 
 This file holds everything that ODC needs of JAX's representation of programs. An equation of our own marks a stack,
@@ -29,16 +29,16 @@ from ..walk import Params, Stack, Walk
 T = TypeVar("T")
 Slots = Sequence[int]  # indices of values that stages pass to each other; each value is written once
 Arrays = Sequence[jax.Array]
-Layer = jax.Array | np.int32  # the index of a layer
+Layer = jax.Array | np.int32  # the index of a layer among the layers of its kind
 Run = Callable[..., Sequence[jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
-    """`function(weights, values, layer) -> values`: complete weights (of one layer), inputs, index of the layer.
+    """`function(arrays, inputs, layer)` computes a stage's outputs from complete weights, of one layer if `stacked`.
 
-    `weights` are indices of the leaves of the parameters. `active_in` and `active_out` say through which inputs and
-    outputs gradients flow: floats that depend on weights.
+    `weights` are the weights' indices among the leaves of the parameters. `active_in` and `active_out` say through
+    which inputs and outputs gradients flow: floats that may depend on weights.
     """
 
     name: str
@@ -51,13 +51,14 @@ class Stage:
 
 @dataclasses.dataclass(eq=False)
 class Step:
-    """One application of a stage: the values that it reads and writes, and the layer of its stack (or 0)."""
+    """One application of a stage: the slots of the values that it reads and writes, and the layer (0 if not stacked).
+    Layers count among the layers of their kind."""
 
     stage: Stage
     layer: int
     reads: Slots
     writes: Slots
-    last: Slots = ()  # values that no later step reads
+    last: Slots = ()  # values that neither a later step nor a result needs
 
     @property
     def learns(self) -> bool:
@@ -70,15 +71,15 @@ class Step:
 
 
 class StageError(ValueError):
-    """The traced function can't be cut. The message names the obstacle."""
+    """The traced function can't be cut into stages. The message names the obstacle."""
 
 
 class Trace:
     """The equations of `function(*args)`, whose arguments may be abstract (`ShapeDtypeStruct`s) or traced themselves.
 
-    `inputs` are the variables of the arguments' leaves, `outputs` those of the results' leaves (or literals), `results`
-    the results' shapes. `constants` are the values of all other variables that the equations read: arrays, or traced
-    values that the function reads from its surroundings.
+    `inputs` are the variables of the arguments' leaves, `outputs` the variables or literals of the results' leaves,
+    `results` the results' shapes. `constants` are the values of all other variables that the equations read: arrays, or
+    traced values from outside the function.
     """
 
     def __init__(self, function: Callable[..., PyTree], *args: PyTree) -> None:
@@ -112,8 +113,8 @@ class LayerBody:
 @dataclasses.dataclass(frozen=True, eq=False)
 class MarkedStack:
     """The parameters of a stack's equation. The equation reads the `carried` values of the first layer, then, for each
-    kind of layers, the values that it captures and those with a part for each layer. It returns the `carried` values of
-    the last layer, with the shapes of `results`. `order` has the kind of each layer."""
+    kind of layers, the captured values and the values with a part for each layer. The equation returns the `carried`
+    values of the last layer, with the shapes of `results`. `order` has the kind of each layer."""
 
     bodies: Mapping[str, LayerBody]
     order: tuple[str, ...]
@@ -136,7 +137,8 @@ class MarkingWalk(Walk):
         step: Callable[[Any, PyTree, PyTree], tuple[PyTree, PyTree]],
         xs: PyTree = None,
     ) -> tuple[PyTree, PyTree]:
-        """Marks a stack in a `Trace`; `Walk.scan` would run it. Raises StageError for a `step` that returns a `y`."""
+        """Marks a stack in a `Trace`, without running it. Raises StageError for a `step` that returns something for
+        every layer, or a carry of other shapes."""
         given, start = jax.tree.flatten(carry)
         bodies: dict[str, LayerBody] = {}
         inputs: list[Any] = []
@@ -164,7 +166,7 @@ class MarkingWalk(Walk):
 
 
 def _one_layer(graphdef: Any, tree: Any, step: Callable, carry: PyTree, stacked: Sequence[Any]) -> Trace:
-    """The trace of `step` with the first of the stacked values."""
+    """The trace of `step` with the shapes of one layer's part of the `stacked` values."""
 
     def one_layer(carry: PyTree, parts: list[jax.Array]) -> tuple[PyTree, PyTree]:
         state, x = jax.tree.unflatten(tree, parts)
@@ -181,8 +183,8 @@ class Program:
     """All steps of `function(params, batch)` in order; both arguments may be abstract (`ShapeDtypeStruct`s).
 
     `inputs` are the slots of the batch's leaves, `outputs` the slots of the function's results (or constants); `tree`
-    is the results' structure. Raises StageError for a stack whose first input is not computed, or whose layers all read
-    one weight unsliced.
+    is the results' structure. Raises StageError for a stack that starts from a constant or a weight, or whose layers
+    all read one weight unsliced.
     """
 
     def __init__(self, function: Callable[[Params, PyTree], PyTree], params: Params, batch: PyTree) -> None:
@@ -213,7 +215,7 @@ class Program:
             seen.update(step.last)
 
     def _segment(self, begin: int, end: int) -> None:
-        """Adds one step for the equations from `begin` to `end`; its outputs are the variables that are read later."""
+        """Adds one step for the equations from `begin` to `end`, unless no later equation or result needs them."""
         eqns = self._trace.equations[begin:end]
         if not eqns:
             return
@@ -270,14 +272,14 @@ class Program:
     def _layer_stage(
         self, body: LayerBody, carries: Sequence[Var], rest: Sequence[Var | Constant]
     ) -> tuple[Stage, list[int], list[int]]:
-        """(the stage of a kind of layers, the slots of its inputs, the indices of carried values among these slots);
-        `rest` are the variables that the body captures or takes apart."""
+        """(the stage of a kind of layers, the slots of its inputs, the indices of carried values among these slots).
+        `rest` are the variables that the body captures, then the variables with a part for each layer."""
         shared = body.captured + len(carries)
         consts: list[np.ndarray] = []
         weights: list[int] = []
         values: list[Var] = []
         # For each argument of the body: its kind (0: a constant, 1: a weight, 2: a value), its index within the kind,
-        # and whether each layer gets a part of it. `given` weights are already those of one layer.
+        # and whether the stage takes one layer's part of it. The stage gets weights of one layer: nothing to take.
         sources: list[tuple[int, int, bool]] = []
         carried: list[int] = []  # indices of the `values` that one layer passes to the next
         for at, var in enumerate([*rest[: body.captured], *carries, *rest[body.captured :]]):

@@ -1,8 +1,8 @@
 """The common part of policies that train in rounds: scoring, failures, and the actions between two rounds.
 `Synchronous` is the simplest of these policies.
 
-A round begins when nothing is generated, and ends with a training step and the publication of its weights.
-Evaluations and checkpoints come between rounds. Gradients of some groups may be computed while a round goes on.
+A round ends with a training step and the publication of the step's weights. Evaluations and checkpoints come between
+rounds. Gradients of some groups may be computed while a round goes on.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Base:
         return [messages.Skip(entry.prompt, NO_VARIANCE) for entry in scored if not entry.varied]
 
     def _again(self, coordinator: Coordinator, entry: Entry) -> Sequence[messages.Instruction]:
-        """Generates a lost group again: samples depend only on the prompt's seed, so this adds no bias."""
+        """Returns instructions to generate a lost group again, or to skip its prompt after `max_attempts` failures.
+        Raises EngineLost."""
         abort = messages.Abort(messages.request_id(entry.prompt.draw, entry.attempt))  # responses may still run
         if entry.failures < coordinator.settings.max_attempts:
             return [abort, *generate(coordinator, [entry], entry.n, entry.need, avoid=entry.engine)]
@@ -82,8 +83,8 @@ class Base:
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Rounds(Base, abc.ABC):
     """The base of policies that train in rounds: subclasses define a round's beginning, its course, and its groups.
-    While a round waits, `stream` and `speculative` may train on complete groups. No token that is more than
-    `max_staleness` versions old is trained on."""
+    While a round waits for responses, `stream` and `speculative` may have gradients of complete groups computed. No
+    token that is more than `max_staleness` versions old is trained on."""
 
     stream: StreamTrainer | None = None
     speculative: SpeculativeSync | None = None
@@ -118,8 +119,8 @@ class Rounds(Base, abc.ABC):
         """Returns the instructions within a round. Must not end the round unless `coordinator.awaiting` is empty."""
 
     def _given_up(self, coordinator: Coordinator) -> bool:
-        """Returns whether a stop ends the round at once: dynamic sampling may end the step late or never. Scored
-        groups stay in the books, and the resumed run continues with them."""
+        """Returns True if a stop ends the round at once: dynamic sampling may end the step late or never. Scored
+        groups stay in the books, and the resumed run continues with these groups."""
         return bool(coordinator.stop_reason and coordinator.ledger.dropped and self._missing(coordinator) > 0)
 
     def _missing(self, coordinator: Coordinator) -> int:
@@ -134,7 +135,7 @@ class Rounds(Base, abc.ABC):
         return ledger.at(PromptStage.SCORED)[: max(left, 0)]
 
     def _early(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
-        """Returns the part of the round's training that can begin while the round waits."""
+        """Returns the instructions that begin the round's training while the round waits for responses."""
         if not self._helpers or not self._in_round(coordinator):
             return []
         ready = self._ready(coordinator)
@@ -161,7 +162,7 @@ class Rounds(Base, abc.ABC):
                 )
 
     def _other_degree(self, coordinator: Coordinator) -> int:
-        """Returns the number of devices that an engine should have from now on; 0 if it does not change now."""
+        """Returns the number of devices that an engine should have from now on; 0 if the number does not change now."""
         planner, ledger = coordinator.parallelism, coordinator.ledger
         if planner is None or planner.degree == coordinator.fleet.degree or self._in_round(coordinator):
             return 0
@@ -182,7 +183,7 @@ class Rounds(Base, abc.ABC):
         return self._due(coordinator) or self._begin(coordinator)
 
     def _moving(self, coordinator: Coordinator) -> Sequence[Entry]:
-        """Returns the deferred prompts of lent engines: they continue on other engines under the same weights."""
+        """Returns the deferred prompts of lent engines, to be continued on other engines under the same weights."""
         if not coordinator.fleet.lent:
             return []
         deferred = coordinator.ledger.at(PromptStage.DEFERRED)
@@ -206,8 +207,9 @@ def generate(
     engines: Sequence[int] = (),
     avoid: int = -1,
 ) -> Sequence[messages.Instruction]:
-    """Generates each entry on the engine of `engines` (empty: of all) that is not lent and has the least predicted
-    work. Entries with `keep(entry)` continue their begun responses, with as many responses as before."""
+    """Returns the instruction to generate each entry on the engine of `engines` (empty: of all) that is not lent and
+    has the least predicted work. Engine `avoid` gets entries only if no other engine can. Entries with `keep(entry)`
+    continue their begun responses, with as many responses as before."""
     fleet = coordinator.fleet
     loads, requests = list(fleet.load), []
     for entry in entries:
@@ -228,7 +230,7 @@ class Synchronous(Rounds):
 
     One step: draw P prompts, generate G responses to each under one weight version, score each response as soon as it
     ends, train on all P groups in draw order, publish the new weights. Evaluations and checkpoints come between steps,
-    when no prompt is in flight. The policy reads only the books, and has no state of its own.
+    when no prompt is in flight. The policy has no state of its own.
     """
 
     def _in_round(self, coordinator: Coordinator) -> bool:

@@ -1,4 +1,4 @@
-"""Questions to a judge, by a rubric, and verdicts in its answers: no response can imitate either."""
+"""Questions to a judge, by a rubric, and verdicts in its answers: no response can imitate a verdict."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MATERIAL = ("prompt", "response", "answer")
 _FIELDS = (*_MATERIAL, "verdict", "nonce", "lowest", "highest")
 _FIELD = re.compile(r"\{\{([A-Za-z_]+)\}\}|\{([A-Za-z_]+)\}")  # {{word}} stands for the text {word}
 _SCALE = re.compile(r"\s*(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)\s+to\s+(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*")
-# Chat templates end a message with these texts. A server that tokenises a question as text would end it there, too.
+# Beginnings of the texts by which chat templates divide messages: some servers would divide a question there, too.
 _TURNS = re.compile(r"<(?=[|\uff5c]|/?s>|(?:start|end)_of_turn>)|\[(?=/?(?:INST|SYSTEM_PROMPT)\])")
 _MARKS = re.compile(r"<(image|video)>")
 
@@ -69,7 +69,7 @@ class Question:
 @dataclasses.dataclass(frozen=True)
 class Answer:
     text: str
-    whole: bool = True  # False: it was cut off at `max_tokens`
+    whole: bool = True  # False: the text was cut off at `max_tokens`
 
 
 @runtime_checkable
@@ -93,9 +93,9 @@ class Rubric:
 
     @classmethod
     def load(cls, name: str, scale: str = "", *, tells_form: bool = True) -> Rubric:
-        """Returns a built-in rubric, or a file's; `scale`, if not empty, replaces its scale (0 to 1 for a file).
-        Raises ConfigError, naming the file and the field, for a template that can't be used. With `tells_form`, a
-        template must have `{verdict}`."""
+        """Returns a built-in rubric, or the rubric of a file. `scale`, if not empty, replaces the rubric's scale (0 to
+        1 for a file). With `tells_form`, a template must have `{verdict}`. Raises ConfigError, with the file or the
+        field, for a template or a scale that can't be used."""
         if name in BUILT_IN:
             template, own_scale = BUILT_IN[name]
         else:
@@ -150,7 +150,7 @@ def _template(name: str) -> str:
 
 
 def _harmless(text: str) -> str:
-    """Returns a text that neither ends the message that it stands in, nor has marks of media."""
+    """Returns the text with harmless forms of media marks and of texts that divide messages."""
     return _TURNS.sub(lambda mark: f"{mark[0]} ", _MARKS.sub(r"[\1]", sendable(text)))
 
 
@@ -169,12 +169,12 @@ _MOST_BRACES = 100  # beginnings of JSON objects that are tried, from the end
 _NUMBER = r"[-+]?[0-9]{1,9}(?:\.[0-9]{1,9})?"
 _LINE = "VERDICT {nonce}: NUMBER"
 _OBJECT = '{"nonce": "{nonce}", "verdict": NUMBER}'
-_PATTERN_SECONDS = 1.0  # the most seconds of a user's pattern
+_PATTERN_SECONDS = 1.0  # seconds that a search with a user's pattern may take
 
 
 class VerdictReader:
-    """Reads the last verdict of an answer: a line, or a JSON object, both with the question's nonce; or the match of
-    a pattern's first group. It ignores thoughts before `</think>`."""
+    """Reads the last verdict of an answer, behind `</think>`: a line or a JSON object with the question's nonce, or the
+    match of a pattern's first group."""
 
     def __init__(self, as_json: bool = False, pattern: str = "") -> None:
         """Raises ConfigError for a pattern that can't be used."""
@@ -190,7 +190,7 @@ class VerdictReader:
                 raise ConfigError(f"judge.pattern is {pattern!r}, which is no regular expression: {error}") from error
             if not groups:
                 raise ConfigError(f"judge.pattern is {pattern!r}; it must have a group (...), which matches the number")
-            # Some patterns take for ever for some texts, and the text is written by a model.
+            # Another process searches, and can be killed: a pattern may take for ever on a text that a model wrote.
             path = "fluxjax.rewards.extraction:last_group"
             self._pool = WorkerPool(path, 1, seconds=_PATTERN_SECONDS, memory_gib=0.25, name="judge.pattern")
 
@@ -219,7 +219,7 @@ def last_line(text: str, nonce: str) -> float | None:
 
 
 def last_object(text: str, nonce: str) -> float | None:
-    """Returns the `verdict` of the last JSON object that has the nonce."""
+    """Returns the `verdict` of the last JSON object that has the nonce, or None."""
     decoder, place = json.JSONDecoder(), len(text)
     for _ in range(_MOST_BRACES):
         if (place := text.rfind("{", 0, place)) < 0:

@@ -1,4 +1,4 @@
-"""A language model's verdict as a reward: the judge is asked by a rubric, and again if its answer has no verdict."""
+"""A language model's verdict as a reward. The judge gets the question again after an answer without a verdict."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Judge(BuiltIn):
     """Gives a model's verdict on the response, brought from the rubric's scale to [0, 1].
 
     `server` is the address of a server, or an object of the protocol `JudgeModel`. After an answer without a verdict,
-    the question is asked again with another seed. The reward fails if no answer has a verdict, or the server is out of
-    reach. The value is the mean of the `votes` with a verdict.
+    the question is asked again with another seed. The value is the mean of the `votes` that end with a verdict. The
+    reward fails if all votes fail, because no answer has a verdict or the server is out of reach.
     """
 
     name = kind = "judge"
@@ -79,12 +79,12 @@ class Judge(BuiltIn):
         return JudgeServer(url, token, form, self.request_seconds, self._counts)
 
     def call_within(self, seconds: float) -> None:
-        """Bounds a call of `score`. The judge gives up a little before `seconds`: its own reason says more than a
-        time-out's."""
+        """Bounds a call of `score`. The judge gives up a little before `seconds`: the judge's reason says more than
+        that of a time-out."""
         self._seconds = seconds - min(1.0, 0.2 * seconds)
 
     async def score(self, completion: Completion) -> Reward:
-        """Returns the reward. Raises RewardFailure, or the judge's first error, if no vote has a verdict."""
+        """Returns the reward. Raises the first vote's error, such as a RewardFailure, if no vote has a verdict."""
         deadline = time.monotonic() + self._seconds
         prompt, text = completion.prompt, completion.text
         if (cut := len(text) - self.most_characters) > 0:
@@ -132,6 +132,6 @@ class Judge(BuiltIn):
 
 
 def _seed(text: str, vote: int, attempt: int) -> int:
-    """Returns a seed that depends only on the question, vote and attempt: a resumed run gets the same answers from a
-    deterministic judge."""
+    """Returns a seed that depends only on question, vote and attempt: a deterministic judge gives a resumed run the
+    same answers."""
     return int.from_bytes(hashlib.sha256(f"{vote}/{attempt}/{text}".encode()).digest()[:4]) >> 1

@@ -21,7 +21,7 @@ from sglang.srt.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
 FORMAT = "data:application/x-fluxjax+json,"
-KEPT_BYTES = int(os.environ.get("FLUXJAX_MEDIA_BYTES", 1 << 30))  # most bytes of patches kept for other samples
+KEPT_BYTES = int(os.environ.get("FLUXJAX_MEDIA_BYTES", 1 << 30))  # most bytes of patches kept for further samples
 DTYPES = {"float32": torch.float32, "int32": torch.int32}
 
 
@@ -52,7 +52,7 @@ class GivenPatches(QwenVLImageProcessor):
         return await super().process_mm_data_async(image_data, input_text, request_obj, *args, **kwargs)
 
     def _given(self, entry: Any, kind: str) -> Any:
-        """The output of Hugging Face's processor for these media, if `entry` has our format, else `entry` itself."""
+        """The output of Hugging Face's processor for these media if `entry` begins with `FORMAT`, else `entry`."""
         if not isinstance(entry, str) or not entry.startswith(FORMAT):
             return entry
         entry = json.loads(entry[len(FORMAT) :])
@@ -81,8 +81,8 @@ class GivenPatches(QwenVLImageProcessor):
         return {**given, "video_grid_thw": frames, "second_per_grid_ts": times}
 
     def _postprocess_mm_items_before_transport(self, mm_items: list[Any], *, images: Any) -> list[Any]:
-        """Gives different hashes to media with equal pixels but different shapes. SGLang hashes pixels alone: it would
-        confuse the features of such media, and it dies if an image equals a frame of a video."""
+        """Gives different hashes to media with equal pixels but different shapes. SGLang hashes pixels alone, confuses
+        the features of such media, and dies if an image equals a frame of a video."""
         mm_items = super()._postprocess_mm_items_before_transport(mm_items, images=images)
         for item in mm_items:
             if item.format is MultimodalInputFormat.PROCESSOR_OUTPUT:
