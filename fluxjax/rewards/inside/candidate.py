@@ -1,7 +1,7 @@
 """Runs the code of a response: as a program, or to answer calls of its functions, one line of plain data each.
 
-This process knows the code and its input, or the arguments of requested calls. It knows neither the tests nor the
-expected values, and only its calls' values, or its program's output, count.
+This process gets the code and the program's input, or the arguments of requested calls. It gets neither the tests nor
+the expected values. Only the output of the program, or the values of the calls, count.
 """
 
 import ast
@@ -18,7 +18,7 @@ from . import plain
 
 def run_program(path: str) -> None:
     """Runs the file as a main program, on this process's input and output."""
-    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # as `site`, which may be off, defines them
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # `site`, which defines these, may be off
     with open(path) as file:
         source = file.read()
     module = sys.modules["__main__"]
@@ -30,7 +30,7 @@ def run_program(path: str) -> None:
 
 
 def answer_calls(path: str) -> None:
-    """Answers requests on standard input until it ends. The code's prints are dropped."""
+    """Answers requests on standard input until the input ends. Text that the code prints is dropped."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
@@ -102,7 +102,7 @@ def _answer(requests: BinaryIO, answers: BinaryIO, objects: Objects) -> None:
 
 
 def _outcome(work: Callable[[], Any]) -> dict[str, Any]:
-    """Returns `{"value": ...}`, or `{"raised": [names of the error's types, message]}`, for `sys.exit`, too."""
+    """Returns `{"value": ...}`, or `{"raised": [names of the error's types, message]}`; `sys.exit` is an error, too."""
     try:
         return {"value": work()}
     except BaseException as error:
