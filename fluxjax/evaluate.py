@@ -1,4 +1,4 @@
-"""Held-out accuracy of a run: of its trained model, or of one of its checkpoints.
+"""Held-out accuracy of one of a run's checkpoints.
 
     python -m fluxjax.evaluate --run DIR                 the newest checkpoint
     python -m fluxjax.evaluate --run DIR --step 200      the checkpoint after step 200, if it was kept

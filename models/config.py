@@ -44,9 +44,9 @@ def _check_numbers(section: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding. `mrope_section` has the frequencies of each position axis (time, height, width), in all half of
-    the rotated size; empty means one position axis. `linear` and `yarn` read `factor`. Only `yarn` reads the fields
-    from `original_max_positions` to `truncate`."""
+    """Rotary embedding. `mrope_section` counts the frequencies of each position axis (time, height, width), and sums to
+    half of the rotated size; empty means one position axis. `linear` and `yarn` read `factor`. Only `yarn` reads the
+    fields from `original_max_positions` to `truncate`."""
 
     theta: float = 10000.0
     mrope_section: tuple[int, ...] = ()

@@ -77,7 +77,7 @@ class Reference:
         decoder, head = self._model.get_decoder(), self._model.get_output_embeddings()
         names = ["positions", "embedded", *(f"layer {n}" for n in range(len(decoder.layers))), "final norm"]
         for name, module in zip(names, [decoder, *decoder.layers, decoder.norm, head], strict=True):
-            module.register_forward_pre_hook(functools.partial(self._keep, name), with_kwargs=True)  # on inputs
+            module.register_forward_pre_hook(functools.partial(self._keep, name), with_kwargs=True)  # sees inputs
 
     def _keep(self, name: str, _: Any, args: tuple, settings: dict[str, Any]) -> None:
         if name != "positions":

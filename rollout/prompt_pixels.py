@@ -96,7 +96,7 @@ class PromptFeatures:
     vision: VisionInput
     merge_unit: int
     groups: tuple[FrameGroup, ...]
-    size: int  # rows of `rows`
+    size: int  # the number of rows
     planned: set[int] = dataclasses.field(default_factory=set)  # numbers of the groups that are computed or planned
     rows: Array | None = None
 

@@ -46,7 +46,7 @@ class RunningSample:
     index: int
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)  # the pages of its cache entries, in order
-    # Cache entries of the sample that chunks have written; full pages. The slot has the state behind these entries.
+    # The number of cache entries that chunks have written: full pages. The slot has the state behind these entries.
     filled: int = 0
     place: Any = None
     aborted: bool = False
@@ -70,7 +70,7 @@ class RunningSample:
 
     @property
     def written(self) -> int:
-        """The number of cache entries, from the first on, that are written before the start; full pages."""
+        """The number of cache entries, from the first on, that are written before the start: full pages."""
         return max(self.filled, self.job.filled) if self.pages else 0
 
 
@@ -84,7 +84,7 @@ class Job:
     number: int = 0  # counts submissions
     suspect: bool = False  # a turn that this job shared with other jobs failed
     pages: list[int] = dataclasses.field(default_factory=list)  # the prompt's full pages, while any sample has them
-    filled: int = 0  # written entries of these pages; full pages
+    filled: int = 0  # the number of written entries of these pages: full pages
     features: PromptFeatures | None = None  # features of its images and videos, between the chunks of its prompt
 
     @property
@@ -383,7 +383,7 @@ class Scheduler:
         """Adds the first `count_B` new tokens of a dispatched turn to each slot, and ends samples that are complete or
         aborted. Each slot must still have the turn's sample (`holds`)."""
         stop_B, full_B = self.table.extend(slots_B, tokens_BR, count_B)
-        self.table.unread_N[slots_B] -= count_B  # samples that end here may leave a rest
+        self.table.unread_N[slots_B] -= count_B  # samples that end here get fewer than expected
         self.tokens_generated += int(count_B.sum())
         deliveries: list[Delivery] = []
         arrays = (slots_B, tokens_BR, logprobs_BR, count_B, stop_B, full_B)

@@ -79,8 +79,8 @@ class DeviceSpeed:
 class StreamedModel:
     """A text model, or the decoder of a model with vision, on `device` of this process; None: its first device.
 
-    `resident` layers stay on the device. If it is None, `resident_layers` chooses the number for each batch, by `pace`
-    and the free memory that the device reports; a device without a report (a CPU) counts as large enough. At most
+    `resident` layers stay on the device. With None, `resident_layers` chooses the number for each batch, by `pace` and
+    the free memory that the device reports; a device without a report (a CPU) counts as large enough. At most
     `resident` + 2 layers are on the device at once. A batch has at most `batch_tokens` (rows x row length), or a single
     prompt. `compute_dtype` casts the weights; without it all layers must have one dtype. The host holds the layers
     once, in pinned memory.

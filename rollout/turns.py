@@ -373,7 +373,8 @@ def _least_rows(limits: EngineLimits) -> int:
 
 def _layout(prefix: Prefix, limits: EngineLimits) -> tuple[list[int], list[Place]]:
     """The lengths of a prefix's rows, and the places of its samples, with rows counted from the prefix's first row.
-    Responses fill a row up to `max_sequence_tokens`. If layers have states, a row has one response, or empty ones."""
+    Responses fill a row up to `max_sequence_tokens`. If layers have states, a row has at most one response with tokens.
+    """
     start, skip = len(prefix.prompt), len(prefix.context) * PAGE_TOKENS
     lengths, places = [start], []
     for response in prefix.responses:

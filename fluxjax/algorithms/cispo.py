@@ -21,8 +21,8 @@ class CISPO(GRPO):
     def token_loss(
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
     ) -> LossAndMetrics:
-        """Returns the loss of the module's docstring, with the terms of `regularised`. Metrics: `ratio` is r,
-        `clip_fraction` is 1 for a token whose r is cut; and the metrics of `regularised`."""
+        """Returns the loss of the module's docstring, with the terms of `regularised`. The metrics are r (`ratio`), 1
+        for a token whose r is cut (`clip_fraction`), and those of `regularised`."""
         trained_BT = batch.loss_weights_BT != 0.0
         log_ratio_BT, weight_BT = correction(logprobs_BT, batch, cfg.importance)
         ratio_BT = jnp.exp(log_ratio_BT)

@@ -51,7 +51,7 @@ class OwnPace:
         self._replica = replica_size(num_devices)  # devices over which a microbatch's media are spread
 
     def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
-        """Returns the microbatches, and the groups that their pieces number. First come microbatches of all devices
+        """Returns the microbatches, and the groups that `Piece.item` counts. First come microbatches of all devices
         together, for sequences that no single device holds. Then come microbatches of single devices, device after
         device, each device's heaviest microbatch first. A device may have no microbatch of its own.
 
@@ -103,8 +103,8 @@ class OwnPace:
     # --- microbatches of all devices together ---------------------------------------------------------
 
     def _together(self, groups: Sequence[TrainGroup]) -> tuple[list[Part], list[TrainGroup], list[TrainGroup]]:
-        """Returns the microbatches that all devices compute together, the groups that their pieces number, and the
-        groups of all responses that these microbatches lack.
+        """Returns the microbatches that all devices compute together, the groups that `Piece.item` counts in these
+        microbatches, and the groups of all responses that no such microbatch has.
 
         Raises ConfigError, naming prompt and field, for sequences too long for `degree` devices, and if no plan exists.
         """

@@ -142,7 +142,7 @@ class ServerComparison:
         return _differs("weights" if 2 * len(names) > count else f"{part} (weights)", detail)
 
     async def _log_probs(self, name: str) -> Finding:
-        """Compares log-probs of a probe. The server gets its media as patches, or as files if `name` says so."""
+        """Compares log-probs of a probe. The server gets media as patches, or as files if `name` says so."""
         probe, files = self._probes[name.removesuffix(" as files")], name.endswith(" as files")
         sampling = SamplingParams(TOKENS, forbidden_ids=self._processor.media_token_ids)  # as in a run
         request = GenerateRequest("doctor", probe.inputs, sampling, SAMPLES)
@@ -153,8 +153,8 @@ class ServerComparison:
         return finding if dumps is None else await self._located(finding, probe, dumps)
 
     async def _located(self, unexplained: Finding, probe: Probe, dumps: TensorDumps) -> Finding:
-        """Compares hidden states behind each decoder layer. Returns a finding named for the first layer that differs.
-        The name stays `unexplained`'s if no layer differs, or if layer 0 differs behind a tower."""
+        """Compares hidden states behind each decoder layer. Returns a finding with the name of the first layer that
+        differs, or with the name of `unexplained` if no layer differs, or if layer 0 differs behind a tower."""
         ours = [state_TD for part, state_TD in our_parts(self._trainer.model, probe.inputs).items() if "layer" in part]
         earlier = dumps.passes()
         try:
@@ -196,7 +196,8 @@ class ServerComparison:
     async def _compared(
         self, name: str, rest: str, request: GenerateRequest, faulty: Iterable[Suspect], files: Probe | None = None
     ) -> Finding:
-        """Compares log-probs. A difference is a fault of the suspect that explains it, or of `rest` if none does."""
+        """Compares log-probs. If they differ, the finding names the part of the suspect that explains the difference,
+        or `rest` if no suspect does."""
         answers, tokens = await self._answers(request, files)
         if tokens != len(request.prompt):
             return _differs("pixels", f"{name}: the prompt has {tokens} tokens, the trainer's {len(request.prompt)}")

@@ -133,7 +133,7 @@ class FlightStore(Places):
             settle(look, lambda ref=ref: self._looked(ref))
 
     def _looked(self, ref: MediaRef) -> Ticket | MediaError:
-        """Asks a place to look at a medium, and other places if it fails, is lost or does not answer in time."""
+        """Asks a place to look at a medium. If the place fails, is lost or is late, asks other places."""
         failed: list[PlaceSeat] = []
         lost: list[PlaceSeat] = []
         try:
@@ -179,7 +179,7 @@ class FlightStore(Places):
         return arrived
 
     def _given(self, question: _Question, lost: Sequence[PlaceSeat]) -> dict[int, np.ndarray]:
-        """Returns what a place gives to a question; other places are asked for the parts of a lost place."""
+        """Returns the patches of a question's parts, by number. If the place is lost, other places are asked."""
         seat, link, parts = question
         try:
             with self.asking(seat, link, len(parts)) as seconds:

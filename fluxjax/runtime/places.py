@@ -118,7 +118,7 @@ class Places:
         self._settled = threading.Condition(self.lock)  # notified after each attempt to reach a place, and at the end
         self._holders = Recent[tuple[PlaceSeat, FlightPlace]](_HELD)  # valid as long as the place has this connection
         self._history: collections.deque[Transition] = collections.deque(maxlen=_HISTORY)
-        self._alone_since = time.monotonic()  # the last time from which on no place was connected
+        self._alone_since = time.monotonic()  # when the last remaining connection was lost
         self._failure = ""  # the reason why all work has ended, or empty
         self._closed = False
         named = addresses if isinstance(addresses, Mapping) else {address: address for address in addresses}
@@ -202,7 +202,7 @@ class Places:
 
     def check(self) -> None:
         """Raises DataError if no work can go on: the store is closed or has failed, a place refuses this client, or no
-        place has answered for longer than the patience."""
+        place was connected for more than `patience` seconds."""
         if self._closed:
             raise DataError("the media store is closed")
         if self._failure:

@@ -72,18 +72,18 @@ class Account:
         return dataclasses.replace(self, temporaries={**self.temporaries, program: max(size, 0.0)})
 
     def with_cache(self, share: float) -> Account:
-        """Returns the account of caches with `share` times as many tokens."""
+        """Returns the account for caches with `share` times as many tokens."""
         return dataclasses.replace(self, resident={**self.resident, CACHE: share * self.resident[CACHE]})
 
     def with_slots(self, share: float) -> Account:
-        """Returns the account of engines with `share` times as many slots: caches, states and the temporaries of
+        """Returns the account for engines with `share` times as many slots: caches, states and the temporaries of
         decoding change in proportion."""
         states = share * self.resident.get(STATES, 0.0)
         account = dataclasses.replace(self, resident={**self.resident, STATES: states}).with_cache(share)
         return account.with_temporaries("decode", share * self.temporaries["decode"])
 
     def with_devices(self, factor: float) -> Account:
-        """Returns the account on `factor` times as many devices. Arrays that FSDP cuts become smaller."""
+        """Returns the account for `factor` times as many devices. Arrays that FSDP cuts become smaller."""
         uncut = (ENGINE, CACHE, STATES)
         resident = {kind: size if kind in uncut else size / factor for kind, size in self.resident.items()}
         sizes = {name: getattr(self, name) / factor for name in ("gradients", "copies", "merged")}
@@ -95,11 +95,11 @@ class Account:
 class RowGrowth:
     """The growth of a program's temporaries with the tokens of a row: a straight line through two compiled lengths."""
 
-    tokens: int  # of a row, in the account that the methods get
+    tokens: int  # tokens of a row in the account that is given to the methods
     slope: float  # bytes a token
 
     def account(self, account: Account, tokens: int) -> Account:
-        """Returns the account with rows of `tokens` tokens."""
+        """Returns the account for rows of `tokens` tokens."""
         more = (tokens - self.tokens) * self.slope
         account = account.with_temporaries("accumulate", account.temporaries["accumulate"] + more)
         share = tokens / self.tokens

@@ -34,7 +34,7 @@ from .run_programs import (
 )
 
 LEAST_SLOTS = 8
-REMATS = (Remat.NONE, Remat.DOTS, Remat.LAYER, Remat.OFFLOAD)  # from the fastest to that of least memory
+REMATS = (Remat.NONE, Remat.DOTS, Remat.LAYER, Remat.OFFLOAD)  # the fastest first, the one of least memory last
 PROGRAMS = ("accumulate", "update", "logprobs", "prefill", "decode")
 
 

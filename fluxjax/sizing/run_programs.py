@@ -102,7 +102,7 @@ class RunShapes:
     learner: Learner
     batch: TrainBatch  # on the mesh
     engine: EngineArrays
-    critic: Critic | None = None  # its programs need less than the learner's: they have no logits
+    critic: Critic | None = None  # its programs have no logits, and need less than the learner's
 
     @staticmethod
     def of(
@@ -199,7 +199,7 @@ class RunShapes:
         }
 
     def compiled(self, names: Sequence[str], progress: Progress) -> dict[str, Compiled]:
-        """Compiles the programs of these `names`: of `accumulate`, `update`, `logprobs`, `prefill` and `decode`."""
+        """Compiles the programs `names`, which are among `accumulate`, `update`, `logprobs`, `prefill` and `decode`."""
         lowered: dict[str, jax.stages.Lowered] = {}
         with compiling_for(Target.of(self.devices[0])):
             if {"accumulate", "update", "logprobs"} & set(names):

@@ -153,7 +153,7 @@ class Ending:
 
 
 def _ends_within_packet(file: OpenFile) -> bool:
-    """Says whether a packet begins behind the last complete packet; other bytes there begin with another byte."""
+    """Says whether a packet begins behind the last complete packet, by the first byte there."""
     size = file.seek(0, 2)
     file.seek(0)
     begin = file.read(1)
@@ -172,7 +172,7 @@ class EntryPoints:
     """Finds the packets with which decoding can begin. From the time of such a packet on, every frame is the same as in
     a decoding from the start of the stream. Frames of an earlier time that follow the packet may differ.
 
-    In a stream of a codec that is not in `_UNITS` or `_ALONE` no packet is found: decoding begins at its start.
+    A stream of a codec that is not in `_UNITS` or `_ALONE` has no such packet: decoding begins at the stream's start.
     """
 
     def __init__(self, stream: VideoStream) -> None:
@@ -246,8 +246,8 @@ def units(data: bytes, length_bytes: int) -> Iterator[bytes]:
 
 
 def _mpeg_video(data: bytes) -> bool:
-    """Says whether a packet is an intra picture behind a sequence header. Without the header, earlier matrices could
-    apply."""
+    """Says whether a packet is an intra picture behind a sequence header. Without the header, matrices of an
+    earlier header could apply."""
     place = data.find(PICTURE)
     return data.startswith(SEQUENCE) and 0 < place < len(data) - 5 and data[place + 5] >> 3 & 7 == INTRA
 

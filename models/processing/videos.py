@@ -1,7 +1,7 @@
 """Decodes video files by PyAV: into sampled RGB frames and the time that the frames span, or into the video's facts.
 
-The first pass samples by the header, which may be wrong about the number and rate of frames. Then another pass samples
-by counted numbers. Only sampled frames are converted and resized; no frame is kept.
+The first pass samples by the header's number and rate of frames. If the header is wrong, another pass samples by
+counted numbers. Only sampled frames are converted and resized; no frame is kept.
 """
 
 import contextlib

@@ -66,7 +66,7 @@ class StagedMicrobatch(Program):
 def _one_first(program: Callable) -> Callable:
     """If JAX caches compiled programs, lets one thread call `program` first and alone: other threads read the cache.
 
-    All devices reach a new program at about the same time, so each thread would compile it.
+    All devices reach a new program at about the same time, so otherwise each thread would compile it.
     """
     if not jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         return program

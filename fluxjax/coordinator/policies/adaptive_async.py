@@ -15,9 +15,9 @@ otherwise become too old. A prompt whose group became too old is generated again
 
 If there are more groups than a step needs, `compose` chooses among them (Flux, component 4), as a pure function.
 Candidates are in draw order or, with `stalest`, stalest first. With `curriculum`, their order is random at the start of
-the run, and easy groups first at its end. Then candidates are taken from each stratum in proportion to its size
-(`stratify`: strata by staleness; `diversity`: by source and kinds of media). With `lengths`, each stratum gives groups
-about as long as the first candidate. Groups that would soon be too old are taken before all others.
+the run; at the end of the run, easy groups come first. Then candidates are taken from each stratum in proportion to its
+size (`stratify`: strata by staleness; `diversity`: by source and kinds of media). With `lengths`, each stratum gives
+groups about as long as the first candidate. Groups that would soon be too old are taken before all others.
 """
 
 import dataclasses
