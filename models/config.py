@@ -55,7 +55,7 @@ class RopeConfig:
     original_max_positions: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float | None = None  # None: from `factor`, and the two scales below if both are given
+    attention_factor: float | None = None  # None: computed from `factor` and, if both are given, the scales below
     mscale: float = 0.0  # 0: the file gives none
     mscale_all_dim: float = 0.0
     truncate: bool = True  # rounds the ends of the interpolated range to pairs of the head
@@ -203,7 +203,7 @@ class VisionConfig(PatchLayout):
 
     @property
     def kernel_shape(self) -> tuple[int, ...]:
-        """The weight of the patch convolution in checkpoints."""
+        """The shape of the patch convolution's weight in checkpoints."""
         return (self.hidden_size, self.in_channels, self.temporal_patch_size, self.patch_size, self.patch_size)
 
     @property

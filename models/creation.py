@@ -19,7 +19,7 @@ from .registry import ARCHITECTURES
 
 
 def abstract(config: DecoderConfig) -> Decoder:
-    """The model with shapes (`jax.ShapeDtypeStruct`) for weights: counts parameters of any size, allocates nothing."""
+    """The model with shapes (`jax.ShapeDtypeStruct`) for weights. Allocates nothing, whatever the model's size."""
     return nnx.eval_shape(lambda: ARCHITECTURES[config.architecture].model(config, nnx.Rngs(0)))
 
 

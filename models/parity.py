@@ -42,7 +42,7 @@ MOVED = {
 
 
 class Probe:
-    """A prompt for both sides. Its media stand before its text, images first."""
+    """A prompt for the model here and in transformers. Media stand before the text, images first."""
 
     def __init__(self, processor: Processor, text: str, media: Sequence[tuple[str, bytes]]) -> None:
         self.text, self.media = text, media
@@ -66,7 +66,7 @@ class Probe:
 
 
 class Reference:
-    """The checkpoint in transformers."""
+    """The checkpoint as a model of transformers."""
 
     def __init__(self, folder: str, vision: bool) -> None:
         self._torch, self._library = importlib.import_module("torch"), importlib.import_module("transformers")
@@ -169,7 +169,7 @@ def compared(options: argparse.Namespace) -> Iterator[tuple[str, Any, Any, str]]
     for name, asked in probes.items():
         yield from ((f"{name}: {part}", a, b, "") for part, a, b in reference.preprocessed(processor, asked))
         theirs, ours_3T = reference.parts(asked.arguments), asked.inputs.positions_3T
-        first = int((ours_3T != theirs["positions"]).any(0).argmax())  # 0: none
+        first = int((ours_3T != theirs["positions"]).any(0).argmax())  # the first that differs; 0: none
         behind = processor.tokenizer.token_to_id(PADS["video"]) in asked.inputs.token_ids_T[:first]
         moved = reference.moved if behind and asked.inputs.feature_index_T[first] < 0 else ""
         for axis, a, b in zip(("time", "height", "width"), ours_3T, theirs["positions"], strict=True):

@@ -81,7 +81,7 @@ class Job:
     request: GenerateRequest
     sink: Any = None
     samples: list[RunningSample] = dataclasses.field(default_factory=list)
-    number: int = 0  # counts submissions
+    number: int = 0  # grows in the order of submission, or of seeds (`by_seed`)
     suspect: bool = False  # a turn that this job shared with other jobs failed
     pages: list[int] = dataclasses.field(default_factory=list)  # the prompt's full pages, while any sample has them
     filled: int = 0  # the number of written entries of these pages: full pages

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .prompt_pixels import FeatureWork
 
 SMALL_MODEL = 10**7  # most weights of a small model, for which few rows cost as much as many
-LEAST_ROWS = 32  # least samples of a start or a round, for a small model
+LEAST_ROWS = 32  # least rows of a start or a round, for a small model
 LEAST_CONTEXT = 32  # least cache entries that a chunk reads
 LEAST_TOKENS = 16  # least tokens of a row of a prefill
 LEAST_AREA = 256  # least rows x row length of a prefill of a small model; smaller shapes save hardly any time

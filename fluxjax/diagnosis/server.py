@@ -50,7 +50,7 @@ BOX = " [14, 28, 83, 55] <|box_start|>(14,28),(83,55)<|box_end|>"
 TOKENS, SAMPLES = 12, 2  # tokens of an answer; answers to each probe
 EXACT, ROUGH = 1e-3, 0.05  # tolerances of mean differences of log-probs, in nats: for float32, for other dtypes
 COOL = 0.6  # the temperature of the check of sampling
-NORMALISATIONS = {  # mean and deviation
+NORMALISATIONS = {  # (mean, standard deviation) of each channel
     "from 0 to 1": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
     "by mean and deviation 0.5": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
@@ -297,7 +297,7 @@ def suspects(processor: Processor, probe: Probe, request: GenerateRequest) -> It
         shift_3T = by * np.outer(np.arange(3) == axis, shown_T)
         misplaced[name, f"those of the media are shifted by {by:+d}"] = positions_3T + shift_3T
     for (axes, fault), faulty_3T in misplaced.items():
-        following = int(faulty_3T[0, -1]) + 1  # a text ends the prompt
+        following = int(faulty_3T[0, -1]) + 1  # the prompt ends with text
         prompt = dataclasses.replace(inputs, positions_3T=faulty_3T.astype(np.int32), next_position=following)
         yield f"positions ({axes})", fault, dataclasses.replace(request, prompt=prompt)
 

@@ -174,7 +174,7 @@ class Places:
             self._settled.notify_all()
 
     def close(self) -> None:
-        """Ends threads and connections; the preprocessors stay. Callers that still wait get a DataError."""
+        """Ends threads and connections; the preprocessors run on. Callers that still wait get a DataError."""
         with self.lock:
             self._closed = True
             self._settled.notify_all()
@@ -234,7 +234,7 @@ class Places:
         if seat not in there:
             seat = min(there, key=lambda seat: (seat.busy, seat.asked))
         assert seat is not None and seat.link is not None
-        self._holders.put(ref, (seat, seat.link))  # it will hold the medium
+        self._holders.put(ref, (seat, seat.link))  # the place will hold the medium
         seat.busy, seat.asked = seat.busy + 1, seat.asked + 1
         return seat, seat.link
 

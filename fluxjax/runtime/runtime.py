@@ -41,11 +41,11 @@ class Runtime:
     evaluate: Callable[[bool], Awaitable[Mapping[str, float]]]
     checkpointer: Checkpointer
     sampling: SamplingParams
-    seed: int = 0  # this and the draw of a prompt decide its random numbers, never the time or the engine
+    seed: int = 0  # the seed and a prompt's draw decide the random numbers of its responses; time and engine do not
     observers: Sequence[Observer] = ()
     timeline: Timeline = dataclasses.field(default_factory=Timeline)
     prepared: dataclasses.InitVar[Mapping[int, PreparedPrompt] | None] = None
-    tick: float = 0.0  # the coordinator hears the time with every event, and every so many seconds; 0: never
+    tick: float = 0.0  # the coordinator hears the time with every event, and every `tick` seconds; 0: never
     # (degree) -> the new engines, awake, of `degree` devices each, as many as the devices make. They serve the oldest
     # weights that any engine served before. No request runs during the call. None: the engines never change.
     set_parallelism: Callable[[int], Awaitable[Sequence[Engine]]] | None = None

@@ -1,4 +1,4 @@
-"""A run's programs, compiled for devices that this machine may lack, and the bytes that each allocates and sends.
+"""A run's programs, compiled for devices that this machine may lack, and the bytes that a program allocates and sends.
 
 Arguments are shapes with shardings, so that nothing is allocated. Only the largest shape of each program is compiled.
 """

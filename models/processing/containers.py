@@ -115,7 +115,7 @@ class Ending:
         self._says_length = not SAYING_LENGTH.isdisjoint(container.format.name.split(","))
         self._transport = container.format.name == "mpegts"
         self._declared = (container.duration or 0) / 1e6  # seconds
-        self._seconds = {stream.index: float(stream.time_base or 0) for stream in container.streams}  # a tick's seconds
+        self._seconds = {stream.index: float(stream.time_base or 0) for stream in container.streams}  # seconds a tick
         self._reached = 0.0  # seconds at which the last packet of any stream ends, sound and subtitles included
         self._incomplete: dict[int, bool] = {}  # by stream: whether its last packet is incomplete
 
@@ -162,7 +162,7 @@ def _ends_within_packet(file: OpenFile) -> bool:
 
 
 def is_shown(packet: Packet, codec: str) -> bool:
-    """Says whether decoding a packet gives a frame; `codec` is FFmpeg's name."""
+    """Says whether decoding a packet gives a frame; `codec` is FFmpeg's name of the codec."""
     if packet.size == 0 or packet.is_discard:  # an empty packet flushes; a discarded one is outside an edit list
         return False
     return codec != "vp8" or bool(bytes(memoryview(packet)[:1])[0] >> 4 & 1)  # VP8 has frames that are never shown

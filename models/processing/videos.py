@@ -27,9 +27,9 @@ from .settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
 
 MAX_PASSES = 4
 UNKNOWN_RATE = 24.0  # frames a second of a video that does not say its rate, as in transformers
-SMALL_VIDEO = 640 * 360 * 120  # pixels in all; below it, starting threads costs more than they save
+SMALL_VIDEO = 640 * 360 * 120  # pixels of all frames; for fewer pixels, threads cost more than they save
 MAX_THREADS = 4
-# Gets (number of a sampled frame, count of sampled frames, its pixels `[height, width, 3]`, uint8, upright, resized).
+# Gets (number of a sampled frame, count of sampled frames, the frame as `[height, width, 3]`, uint8, upright, resized).
 Keep: TypeAlias = Callable[[int, int, np.ndarray], object]
 
 

@@ -31,7 +31,7 @@ from ..mesh import Device
 from .flat import ParameterRows
 
 Key = tuple[int, int]  # unit, layer
-Turn = tuple[int, int]  # device, number of its microbatch
+Turn = tuple[int, int]  # device, number of the microbatch on this device
 Row = tuple[jax.Array, ...]  # a unit's rows, one of each owner in order, on the device that fetched them
 Itinerary = Sequence[tuple[Key, ...]]  # the keys of the weights of each step of a device
 BOUND = 6  # the most pushes of a device that wait at an owner
@@ -45,8 +45,8 @@ def held_at(itinerary: Itinerary, step: int) -> list[Key]:
 
 
 def fetches(itinerary: Itinerary) -> list[list[Key]]:
-    """The keys that are fetched before each step; weights that two near steps share are fetched once. Owners in other
-    processes compute the same lists."""
+    """The keys that are fetched before each step. Weights that a step shares with one of the next two steps are fetched
+    once. Owners in other processes compute the same lists."""
     held = [held_at(itinerary, step) for step in range(len(itinerary))]
     return [[key for key in now if key not in before] for before, now in itertools.pairwise([[], *held])]
 

@@ -1,4 +1,5 @@
-"""Runs the code of a response: as a program, or to answer calls of its functions, one line of plain data each.
+"""Runs the code of a response: as a program, or to answer calls of its functions. Calls and answers are lines of plain
+data.
 
 This process gets the code and the program's input, or the arguments of requested calls. It gets neither the tests nor
 the expected values. Only the output of the program, or the values of the calls, count.
@@ -42,7 +43,7 @@ def answer_calls(path: str) -> None:
     module = sys.modules["solution"] = types.ModuleType("solution")  # pickle looks the code up by this name
     plain.write(answers, _outcome(lambda: _load(module, **response)))
     _answer(requests, answers, Objects(module))
-    os._exit(0)  # threads of the code would hold up the end
+    os._exit(0)  # does not wait for threads of the code
 
 
 def _load(module: types.ModuleType, code: str, setup: str, entry_point: str) -> None:
