@@ -1,4 +1,4 @@
-"""Held-out accuracy of a run: of its trained model, or of one of its checkpoints.
+"""Held-out accuracy of one of a run's checkpoints.
 
     python -m fluxjax.evaluate --run DIR                 the newest checkpoint
     python -m fluxjax.evaluate --run DIR --step 200      the checkpoint after step 200, if it was kept
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         from .run.trainer import FluxTrainer
 
         errors = USER_ERRORS
-        absl.logging.set_verbosity(absl.logging.ERROR)  # Orbax remarks that the folder is read only; it should be
+        absl.logging.set_verbosity(absl.logging.ERROR)  # Orbax would warn of a read-only folder
         use_compile_cache()
         with FluxTrainer(config, read_only=True) as trainer:
             step = trainer.load_checkpoint(args.step)

@@ -44,9 +44,9 @@ def _check_numbers(section: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding. `mrope_section` counts frequencies a position axis (time, height, width) and sums to half
-    the rotated size; empty means one position axis. `linear` and `yarn` read `factor`; only `yarn` reads the fields
-    from `original_max_positions` to `truncate`."""
+    """Rotary embedding. `mrope_section` counts the frequencies of each position axis (time, height, width), and sums to
+    half of the rotated size; empty means one position axis. `linear` and `yarn` read `factor`. Only `yarn` reads the
+    fields from `original_max_positions` to `truncate`."""
 
     theta: float = 10000.0
     mrope_section: tuple[int, ...] = ()
@@ -55,7 +55,7 @@ class RopeConfig:
     original_max_positions: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float | None = None  # None: from `factor`, and the two scales below if both are given
+    attention_factor: float | None = None  # None: computed from `factor` and, if both are given, the scales below
     mscale: float = 0.0  # 0: the file gives none
     mscale_all_dim: float = 0.0
     truncate: bool = True  # rounds the ends of the interpolated range to pairs of the head
@@ -80,8 +80,8 @@ class TextConfig:
     qkv_bias: bool = True
     o_bias: bool = False
     head_norm: bool = False  # an RMS norm of each query head and each key head, before the rotary embedding
-    output_gate: bool = False  # q is doubled: the sigmoid of its other half multiplies the attention's output
-    rotated: float = 1.0  # share of a head that the rotary embedding rotates, its first numbers
+    output_gate: bool = False  # q is twice as wide: the sigmoid of its other half multiplies attention's output
+    rotated: float = 1.0  # share of a head's numbers that the rotary embedding rotates, from the first on
     zero_centred_norms: bool = False  # RMS norms multiply by one plus their scale
     delta: DeltaHeads | None = None
     attention_interval: int = 1
@@ -115,17 +115,17 @@ class TextConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """The numbers of a head that the rotary embedding rotates."""
+        """How many numbers of a head the rotary embedding rotates."""
         return int(self.head_dim * self.rotated)
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The numbers of the layers with attention."""
+        """The indices of the layers with attention."""
         return tuple(range(self.attention_interval - 1, self.num_layers, self.attention_interval))
 
     @property
     def delta_layers(self) -> tuple[int, ...]:
-        """The numbers of the layers with Gated DeltaNet."""
+        """The indices of the layers with Gated DeltaNet."""
         return tuple(sorted(set(range(self.num_layers)) - set(self.attention_layers)))
 
 
@@ -145,8 +145,9 @@ class PatchLayout:
 
     @property
     def timed(self) -> bool:
-        """Says whether each frame pair of a video has its own place in the text, behind its time in seconds, as in
-        models whose tower has no windows (Qwen3-VL); in other models, a video is one run of features."""
+        """Says whether the features of each frame pair of a video stand apart in the text, behind the pair's time in
+        seconds. They do in models whose tower has no windows (Qwen3-VL); in other models a video is one run of
+        features."""
         return self.window_size == 0
 
     @property
@@ -202,7 +203,7 @@ class VisionConfig(PatchLayout):
 
     @property
     def kernel_shape(self) -> tuple[int, ...]:
-        """The weight of the patch convolution in checkpoints."""
+        """The shape of the patch convolution's weight in checkpoints."""
         return (self.hidden_size, self.in_channels, self.temporal_patch_size, self.patch_size, self.patch_size)
 
     @property
@@ -218,8 +219,8 @@ class VisionConfig(PatchLayout):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepVisionConfig(VisionConfig):
-    """The tower of Qwen3-VL: full attention within a frame pair, and a learned grid of positions. Besides the last
-    layer's features, the decoder reads those of `deepstack_layers` (DeepStack, arXiv 2406.04334)."""
+    """The tower of Qwen3-VL: full attention within a frame pair, and a learned grid of positions. The decoder reads
+    features of the last layer and of `deepstack_layers` (DeepStack, arXiv 2406.04334)."""
 
     patch_size: int = 16
     window_size: int = 0
@@ -253,7 +254,7 @@ class DecoderConfig:
     architecture: str  # a key of `models.registry.ARCHITECTURES`
     text: TextConfig
     vision: VisionConfig | None = None
-    image_token_id: int = 151655  # this id and the next three: of models with a tower
+    image_token_id: int = 151655  # this id and the next three matter for models with a tower only
     video_token_id: int = 151656
     vision_start_token_id: int = 151652
     vision_end_token_id: int = 151653
@@ -272,5 +273,5 @@ class DecoderConfig:
 
     @property
     def feature_width(self) -> int:
-        """Numbers that the decoder reads of a merged vision feature: its embedding, and those that layers add."""
+        """Numbers of a merged vision feature that the decoder reads; without a tower, the decoder's width."""
         return self.text.hidden_size if self.vision is None else self.vision.feature_width

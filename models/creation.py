@@ -19,15 +19,15 @@ from .registry import ARCHITECTURES
 
 
 def abstract(config: DecoderConfig) -> Decoder:
-    """The model with shapes (`jax.ShapeDtypeStruct`) for weights: counts parameters of any size, allocates nothing."""
+    """The model with shapes (`jax.ShapeDtypeStruct`) for weights. Allocates nothing, whatever the model's size."""
     return nnx.eval_shape(lambda: ARCHITECTURES[config.architecture].model(config, nnx.Rngs(0)))
 
 
 def create(config: DecoderConfig, seed: int = 0, shardings: Callable[[Decoder], Params] | None = None) -> Decoder:
     """The model with random weights, reproducible from `seed`.
 
-    Weights are sampled on the host, each from a generator of its own (`seed` and the weight's path): the values depend
-    on no other weight, no device and no compiler, and a tiny model is there at once. `shardings`: see `models.load`.
+    Weights are sampled on the host, each by a generator of its own (`seed` and the weight's path). So the values depend
+    on no other weight, no device and no compiler. `shardings`: see `models.load`.
     """
     model = abstract(config)
     places = by_path((shardings or on_first_device)(model))
@@ -40,7 +40,7 @@ def create(config: DecoderConfig, seed: int = 0, shardings: Callable[[Decoder], 
 
 
 def drawn(path: tuple[str, ...], variable: nnx.Variable, seed: int, sharding: Sharding) -> jax.Array:
-    """The first value of an abstract weight, laid out by `sharding`."""
+    """The initial value of an abstract weight, laid out by `sharding`."""
     spec: WeightSpec = variable.get_metadata("spec")
     if isinstance(spec.init, DrawnOnHost):
         rng = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(".".join(path).encode())]))

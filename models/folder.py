@@ -33,7 +33,8 @@ def why_missing(path: str | os.PathLike[str]) -> str:
 
 @contextlib.contextmanager
 def one_line(kind: type[ValueError]) -> Iterator[None]:
-    """Turns unexpected errors in the block, which values of wrong types in a file cause, into one of this `kind`."""
+    """Turns an unexpected error in the block, as a value of a wrong type in a file causes, into an error of this
+    `kind`. Lets errors of this `kind` and OSErrors pass."""
     try:
         yield
     except (kind, OSError):
@@ -43,7 +44,8 @@ def one_line(kind: type[ValueError]) -> Iterator[None]:
 
 
 def read_json(path: pathlib.Path, *, needed: bool = False) -> dict[str, Any]:
-    """The object in a JSON file; empty if the file is missing and not `needed`. Raises CheckpointError."""
+    """The object in a JSON file; empty if the file is missing and not `needed`. Raises CheckpointError for a missing
+    file that is needed, and for a file without a JSON object."""
     if not needed and not path.is_file():
         return {}
     try:
@@ -58,7 +60,7 @@ def read_json(path: pathlib.Path, *, needed: bool = False) -> dict[str, Any]:
 
 
 def write_json(path: pathlib.Path, content: JsonObject) -> None:
-    """Replaces the file in one step, so that nobody reads half of it."""
+    """Replaces the file in one step, so that nobody reads a half-written file."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(part, path)

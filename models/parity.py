@@ -3,12 +3,12 @@
     python -m models.parity --model DIR [--text TEXT] [--image FILE ...] [--video FILE ...] [--tolerance X]
 
 The parts, in order: template or token ids, patches of images (not of videos: transformers needs torchvision for them),
-positions by axis, embeddings, features of the tower, each decoder layer, final norm, logits, log-probs. They are of a
-prompt of text, then of a prompt with media if the model reads media; positions of both prompts precede all embeddings.
-Ids and positions must be equal. Other parts differ if their largest difference is above the tolerance; for all but
-log-probs, the tolerance is multiplied by the part's largest magnitude if that is above 1. The first part that differs,
-but for known differences, ends the comparison with exit status 1. Wrong input, or a missing torch or transformers, ends
-it with one line on stderr and exit status 2.
+positions by axis, embeddings, features of the tower, each decoder layer, final norm, logits, log-probs. A prompt of
+text is compared first, then a prompt with media if the model reads media; parts up to positions are compared for both
+prompts before embeddings are. Ids and positions must be equal. Other parts differ if their largest difference is above
+the tolerance; for all but log-probs, the tolerance is multiplied by the part's largest magnitude if that is above 1.
+The first part that differs in an unknown way ends the comparison with exit status 1. Wrong input, or a missing torch or
+transformers, ends the comparison with one line on stderr and exit status 2.
 """
 
 import argparse
@@ -42,7 +42,7 @@ MOVED = {
 
 
 class Probe:
-    """A prompt for both sides. Its media stand before its text, images first."""
+    """A prompt for the model here and in transformers. Media stand before the text, images first."""
 
     def __init__(self, processor: Processor, text: str, media: Sequence[tuple[str, bytes]]) -> None:
         self.text, self.media = text, media
@@ -66,7 +66,7 @@ class Probe:
 
 
 class Reference:
-    """The checkpoint in transformers."""
+    """The checkpoint as a model of transformers."""
 
     def __init__(self, folder: str, vision: bool) -> None:
         self._torch, self._library = importlib.import_module("torch"), importlib.import_module("transformers")
@@ -77,7 +77,7 @@ class Reference:
         decoder, head = self._model.get_decoder(), self._model.get_output_embeddings()
         names = ["positions", "embedded", *(f"layer {n}" for n in range(len(decoder.layers))), "final norm"]
         for name, module in zip(names, [decoder, *decoder.layers, decoder.norm, head], strict=True):
-            module.register_forward_pre_hook(functools.partial(self._keep, name), with_kwargs=True)  # its input
+            module.register_forward_pre_hook(functools.partial(self._keep, name), with_kwargs=True)  # sees inputs
 
     def _keep(self, name: str, _: Any, args: tuple, settings: dict[str, Any]) -> None:
         if name != "positions":
@@ -169,7 +169,7 @@ def compared(options: argparse.Namespace) -> Iterator[tuple[str, Any, Any, str]]
     for name, asked in probes.items():
         yield from ((f"{name}: {part}", a, b, "") for part, a, b in reference.preprocessed(processor, asked))
         theirs, ours_3T = reference.parts(asked.arguments), asked.inputs.positions_3T
-        first = int((ours_3T != theirs["positions"]).any(0).argmax())  # 0: none
+        first = int((ours_3T != theirs["positions"]).any(0).argmax())  # the first that differs; 0: none
         behind = processor.tokenizer.token_to_id(PADS["video"]) in asked.inputs.token_ids_T[:first]
         moved = reference.moved if behind and asked.inputs.feature_index_T[first] < 0 else ""
         for axis, a, b in zip(("time", "height", "width"), ours_3T, theirs["positions"], strict=True):

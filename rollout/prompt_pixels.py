@@ -1,11 +1,11 @@
-"""The pixels of an engine's prompts: fetched while the device computes, and turned into features group by group.
+"""The pixels of an engine's prompts: fetched while the device computes, and turned into features.
 
-Prompts may travel without pixels (`models.shadow`). Each turn of the engine fetches the pixels of its prompts, piece by
-piece, and meanwhile the pixels of the next turn; used pixels are not kept.
+Prompts may travel without pixels (`models.shadow`). Each turn of the engine fetches the pixels of its prompts, and
+begins to fetch the pixels of the next turn. Used pixels are not kept.
 
-If a prompt has too many patches for one program, they are computed by groups of frame pairs. Attention of the vision
-tower never leaves a frame pair, so that features do not depend on which frame pairs are computed together. Features
-stay while the prompt is prefilled.
+A prompt with too many patches for one program is computed by groups of frame pairs. Attention of the vision tower never
+leaves a frame pair, so features do not depend on the frame pairs that are computed together. Features stay on the
+device while the prompt is prefilled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from models.shadow import Fetch, Rows, ShadowTensor
 from .slots import geometric
 
 THREADS = 4  # threads that wait for pixels
-AHEAD_PATCHES = 8192  # most patches fetched before `take`, as many as one or two turns need
+AHEAD_PATCHES = 8192  # most patches that are fetched before `take`; one or two turns need as many
 LEAST_FEATURES = 16  # least features of a compiled program
 
 
@@ -39,7 +39,8 @@ class FetchedPixels:
         self._threads = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="rollout-pixels")
 
     def expect(self, tensors: Iterable[ShadowTensor]) -> None:
-        """Announces the tensors that `take` will get, in this order, and no others; begins to fetch the first."""
+        """Announces all tensors that `take` will get, in this order, and begins to fetch the first of them. Drops what
+        was fetched of other tensors."""
         self._wanted = deque(tensors)
         wanted = {tensor.elsewhere for tensor in self._wanted}
         for rows in self._held.keys() - wanted:
@@ -62,7 +63,7 @@ class FetchedPixels:
         return fetched
 
     def take(self, tensor: ShadowTensor) -> np.ndarray:
-        """Waits for the patches, returns and drops them. Raises the errors of `fetch`, ShadowError for
+        """Waits for the patches of a tensor, drops and returns them. Raises the errors of `fetch`, ShadowError for
         patches of another shape, and ValueError for pixels that are not finite."""
         rows = tensor.elsewhere
         if not rows:
@@ -89,13 +90,13 @@ class FrameGroup(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class PromptFeatures:
-    """The features of one prompt, computed group by group. `rows`, `[F, D]`, is on the device, which fills it in. Each
-    group has room for its padding, too, so that groups may be computed in any order."""
+    """The features of one prompt, computed group by group. The device fills in `rows`, `[size, width of a feature]`.
+    Each group has rows for its padding, too, so that groups may be computed in any order."""
 
     vision: VisionInput
     merge_unit: int
     groups: tuple[FrameGroup, ...]
-    size: int  # F
+    size: int  # the number of rows
     planned: set[int] = dataclasses.field(default_factory=set)  # numbers of the groups that are computed or planned
     rows: Array | None = None
 

@@ -1,18 +1,18 @@
 """The engine's bookkeeping of requests, samples, slots and pages: pure host code without device, clock or event loop.
 
 Samples wait in the order of submission (or of seeds) and take the lowest free slots in that order, so that equal
-submissions give equal batches. A slot is a row of the tables. A sample's keys and values are in its pages, which it
-gets when they are free, also in the order of submission. All samples of a request share the full pages of its prompt. A
-sample with empty pages (it is new, or the weights changed) is *started* from prefilled rows; a started sample is
-decoded.
+submissions give equal batches. A slot is a row of the tables. A sample's keys and values are in its pages. Samples get
+free pages in the order of submission, too. All samples of a request share the full pages of its prompt. A sample with
+empty pages (it is new, was preempted, or the weights changed) is *started* from prefilled rows; a started sample is
+decoded. A *turn* of the engine starts some samples, or is a *round*: all started samples get some tokens.
 
 A sample gets pages for the tokens that it has, not for tokens that may follow: most responses end long before their
-limit. If a round finds no free page, the youngest sample with pages loses them. It is *preempted*, and started again
+limit. If a round finds no free page, the youngest sample with pages loses them: it is *preempted*, and started again
 later with the tokens that it has. The oldest sample never loses pages to others, and every request alone fits the pool,
 so that some sample always advances.
 
-A turn that failed is done again. If it served a single request, that request is lost. Several requests
-become *suspects*: each has turns for itself until it completes a round, so that only requests that fail alone are lost.
+If a turn fails that served a single request, the request is lost. If it served several requests, all are served again,
+as *suspects*: each has turns for itself until it completes a round, so that only requests that fail alone are lost.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from .slots import PAGE_TOKENS, PagePool, SlotTable
 if TYPE_CHECKING:
     from .prompt_pixels import PromptFeatures
 
-PREFILL_TOKENS = 4096  # most tokens of a turn of starts: rounds run in between; an uncut prompt may have more
-LONGER = 4  # ratio of two lengths of rounds
+PREFILL_TOKENS = 4096  # most tokens of a turn of starts, unless a prompt that can't be cut has more
+LONGER = 4  # ratio of one length of rounds to the next shorter length
 CHUNK_TOKENS = 2048  # most tokens of one prompt or sample in one prefill; a multiple of a page
 
 
 @dataclasses.dataclass(eq=False)
 class RunningSample:
-    """One response in the making. `slot` is -1 while the sample waits, and after it ended. `place` is for
-    `rollout.turns`: the prefill batch of its prompt and its place in that batch, until the sample is started."""
+    """One response in the making. `slot` is -1 while the sample waits, and after it ended. `place` is set by
+    `rollout.turns` until the sample is started: the sample's prefill batch, and its `Place` in that batch."""
 
     job: Job
     index: int
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)  # the pages of its cache entries, in order
-    # Cache entries of the sample that chunks have written; full pages. The slot's state is that behind these entries.
+    # The number of cache entries that chunks have written: full pages. The slot has the state behind these entries.
     filled: int = 0
     place: Any = None
     aborted: bool = False
@@ -59,18 +59,18 @@ class RunningSample:
         return not (self.pages or self.ended or self.aborted)
 
     def forget_context(self) -> None:
-        """Drops a prefill that was computed behind pages of the prompt: these were freed."""
+        """Drops a prefill that was computed behind pages of the prompt, because these pages were freed."""
         if self.place is not None and self.place[1].skip:
             self.place = None
 
     @property
     def age(self) -> tuple[bool, int, int]:
-        """The order in which samples get pages; the last sample loses them first."""
+        """The sort key of the order in which samples get pages; the last sample loses pages first."""
         return not self.job.suspect, self.job.number, self.index
 
     @property
     def written(self) -> int:
-        """The number of cache entries, from the first on, that are written before the start; full pages."""
+        """The number of cache entries, from the first on, that are written before the start: full pages."""
         return max(self.filled, self.job.filled) if self.pages else 0
 
 
@@ -81,10 +81,10 @@ class Job:
     request: GenerateRequest
     sink: Any = None
     samples: list[RunningSample] = dataclasses.field(default_factory=list)
-    number: int = 0  # counts submissions
-    suspect: bool = False  # a turn that it shared with other jobs failed
+    number: int = 0  # grows in the order of submission, or of seeds (`by_seed`)
+    suspect: bool = False  # a turn that this job shared with other jobs failed
     pages: list[int] = dataclasses.field(default_factory=list)  # the prompt's full pages, while any sample has them
-    filled: int = 0  # written entries of these pages; full pages
+    filled: int = 0  # the number of written entries of these pages: full pages
     features: PromptFeatures | None = None  # features of its images and videos, between the chunks of its prompt
 
     @property
@@ -104,11 +104,11 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Flight:
-    """A turn that was dispatched: who gets its tokens when they are read."""
+    """A turn that was dispatched, and the samples that get its tokens when the tokens are read."""
 
     jobs: list[Job]  # that the turn served
     samples: dict[int, RunningSample]  # by slot
-    decodes: bool  # it is a round
+    decodes: bool  # the turn is a round
     version: int  # of the weights
     tokens: Any = None  # `rollout.device.Unread`
 
@@ -117,7 +117,7 @@ Delivery = tuple[Job, TokenChunk]
 
 
 class Scheduler:
-    """Requests, samples, slots and pages. Methods that end or advance samples return the chunks to deliver."""
+    """Keeps requests, samples, slots and pages. Methods that end or advance samples return the chunks to deliver."""
 
     def __init__(self, limits: EngineLimits) -> None:
         self.resize(limits)
@@ -128,7 +128,7 @@ class Scheduler:
         self._pageless: set[RunningSample] = set()  # samples with a slot and no pages
         self.tokens_generated = self.preemptions = self._submitted = 0
         self.starting: dict[Job, list[RunningSample]] = {}  # starts of the next or present turn; empty: a round
-        self.steps = limits.steps_per_sync  # most tokens a sample of the next or present round
+        self.steps = limits.steps_per_sync  # most tokens of a sample in the next or present round
         self._more_to_start = False  # more samples wait for a start than fit one turn
 
     def resize(self, limits: EngineLimits) -> None:
@@ -171,8 +171,8 @@ class Scheduler:
         """Gives free slots and pages to waiting samples, and decides the next turn: a start, or a round, for which it
         makes room. If more samples wait for a start than fit one turn, rounds come in between.
 
-        With `unread` tokens of an earlier turn, returns False if the turn must wait for them: samples would be
-        preempted, a suspect has turns for itself, or no sample is known to go on. Nothing else depends on them."""
+        While tokens of an earlier turn are `unread`, returns False if the turn must wait for them: samples would be
+        preempted, a suspect has turns for itself, or no sample is known to go on."""
         if unread and any(job.suspect for job in self.jobs.values()):
             return False
         self._admit()
@@ -187,7 +187,7 @@ class Scheduler:
         return bool(self.starting) or (self._make_room(unread) and (not unread or len(self.to_decode()) > 0))
 
     def dispatched(self, slots_B: np.ndarray, version: int, tokens: Any = None) -> Flight:
-        """Notes that the device computes the decided turn, with tokens for these slots; returns who gets them."""
+        """Notes that the device computes the decided turn, with tokens for these slots. Returns the turn's flight."""
         jobs, decodes, table = self.at_turn(), not self.starting, self.table
         left_B = (table.limit_N - table.tokens_N)[slots_B]
         table.unread_N[slots_B] += np.minimum(self.steps, left_B) if decodes else 1
@@ -223,7 +223,7 @@ class Scheduler:
             spare += grows
 
     def _give(self, sample: RunningSample, wanted: int, spare: int) -> bool:
-        """Gives a sample its first `wanted` pages, if `spare` more are free. Returns whether it did."""
+        """Gives a sample its first `wanted` pages, if `spare` further pages are free. Returns whether they were."""
         job, shared = sample.job, len(sample.job.request.prompt) // PAGE_TOKENS
         if self.pool.free < wanted - len(job.pages) + spare:
             return False
@@ -237,7 +237,7 @@ class Scheduler:
         return True
 
     def _round_steps(self, slots_B: np.ndarray) -> int:
-        """The tokens of the next round: a program each, so there are few numbers (`EngineLimits`)."""
+        """The most tokens of a sample in the next round. Each number has a program, so there are few numbers."""
         table, steps = self.table, self.limits.steps_per_sync
         if not len(slots_B) or self.waiting or len(slots_B) < self.running:
             return steps
@@ -247,8 +247,8 @@ class Scheduler:
         return steps
 
     def _make_room(self, unread: bool) -> bool:
-        """Gives each sample in the cache the pages for the tokens of a round, the oldest first. Returns False, and does
-        nothing, if samples with `unread` tokens would be preempted."""
+        """Gives each sample in the cache the pages for the tokens of a round, the oldest first. Returns False, without
+        giving pages, if samples would be preempted while tokens are `unread`."""
         slots_B = self.to_decode()
         self.steps = steps = self._round_steps(slots_B)
         wanted_B, missing_B = self.table.wanted_pages(slots_B, steps), self.table.missing_pages(slots_B, steps)
@@ -296,7 +296,7 @@ class Scheduler:
                 yield sample.job
 
     def _to_start(self) -> dict[Job, list[RunningSample]]:
-        """Samples that hold pages and are not in the cache, in the order of their slots, as many as fit one turn."""
+        """By job, the samples that hold pages and are not in the cache: in slot order, as many as fit one turn."""
         alone, spent = self._alone(), 0
         jobs: dict[Job, list[RunningSample]] = {}
         for slot in np.flatnonzero((self.table.pages_N > 0) & ~self.cached_N):
@@ -313,15 +313,15 @@ class Scheduler:
         return jobs
 
     def _to_compute(self, sample: RunningSample, first: bool) -> int:
-        """The tokens to compute before a sample starts; the prompt's count only for the `first` sample of a job."""
+        """The tokens to compute before a sample starts. Tokens of the prompt count for the `first` sample only."""
         if sample.place is not None:
             return 0
         prompt = len(sample.job.request.prompt)
         return prompt + self.response_tokens(sample) - max(self.computed(sample), 0 if first else prompt)
 
     def computed(self, sample: RunningSample) -> int:
-        """The tokens of a sample, from the first on, that its prefill can leave out. Its pages may hold more, if layers
-        have states: a prefill goes on from the slot's own state only."""
+        """The number of tokens, from a sample's first on, that its prefill can leave out. If layers have states, pages
+        that siblings wrote do not count: a prefill goes on from the slot's own state only."""
         return sample.filled if self.limits.recurrent else sample.written
 
     def unstarted(self, job: Job) -> list[RunningSample]:
@@ -351,9 +351,9 @@ class Scheduler:
         return list(dict.fromkeys(sample.job for sample in samples if sample is not None))
 
     def blame(self, jobs: list[Job]) -> list[Job]:
-        """Notes that a turn failed for these jobs: a single job is lost and returned, several become suspects.
+        """Notes that a turn of these jobs failed: a single job is lost and returned, several jobs become suspects.
 
-        The cache can't be trusted afterwards: all running samples must be started again.
+        The cache can't be trusted afterwards, so all running samples must be started again.
         """
         self.invalidate()
         left = [job for job in jobs if job.open]
@@ -364,26 +364,26 @@ class Scheduler:
         return []
 
     def response_tokens(self, sample: RunningSample) -> int:
-        """The number of tokens that a sample has, its prefix included."""
+        """The number of read tokens that a sample has, its prefix included."""
         return len(sample.job.prefix(sample.index)) if sample.slot < 0 else int(self.table.produced_N[sample.slot])
 
     def response(self, sample: RunningSample) -> np.ndarray:
-        """The tokens that a sample has, its prefix included."""
+        """The read tokens that a sample has, its prefix included."""
         if sample.slot < 0:
             return np.asarray(sample.job.prefix(sample.index), np.int32)
         return self.table.response_NT[sample.slot, : self.table.produced_N[sample.slot]].copy()
 
     def holds(self, flight: Flight, slots_B: np.ndarray) -> np.ndarray:
-        """Says of each slot whether the sample of the turn still has it: a sample that has ended gets no tokens."""
+        """Says for each slot whether the turn's sample still has it: a sample that has ended gets no tokens."""
         return np.array([self.occupant[slot] is flight.samples[slot] for slot in slots_B.tolist()], bool)
 
     def record(
         self, flight: Flight, slots_B: np.ndarray, tokens_BR: np.ndarray, logprobs_BR: np.ndarray, count_B: np.ndarray
     ) -> list[Delivery]:
-        """Adds the first `count_B` new tokens of a dispatched turn to each slot that still has its sample (`holds`);
-        ends samples that are complete or aborted."""
+        """Adds the first `count_B` new tokens of a dispatched turn to each slot, and ends samples that are complete or
+        aborted. Each slot must still have the turn's sample (`holds`)."""
         stop_B, full_B = self.table.extend(slots_B, tokens_BR, count_B)
-        self.table.unread_N[slots_B] -= count_B  # more were expected of samples that end here
+        self.table.unread_N[slots_B] -= count_B  # samples that end here get fewer than expected
         self.tokens_generated += int(count_B.sum())
         deliveries: list[Delivery] = []
         arrays = (slots_B, tokens_BR, logprobs_BR, count_B, stop_B, full_B)

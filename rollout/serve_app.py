@@ -3,7 +3,7 @@
 Paths, keys and meanings are those of SGLang 0.5.23, as far as rollouts need them. There are five differences: media
 come as the trainer's patches (`rollout.wire`), not as files; an update of weights does not wait for running samples,
 which continue under the new weights; versions are numbers; a reply's text comes with its last token; and no message of
-a client ends the server. All routes run on the engine's event loop; threads read JSON and media of requests.
+a client ends the server. All routes run on the engine's event loop; threads read the JSON and media of `/generate`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RolloutServer:
         self._answers: dict[str, SampleAnswer] = {}  # samples in flight, by rid
         self._weights = WeightRoutes(engine, config, dtype, lambda: self._abort(""))
         self._stopping = False
-        self._queried = time.monotonic(), engine.stats().tokens_generated  # when loads were last asked for
+        self._queried = time.monotonic(), engine.stats().tokens_generated  # seconds and tokens at the last `/v1/loads`
         self._metrics = prometheus_client.CollectorRegistry()
         self._metrics.register(_EngineMetrics(engine))
         self.app: ASGIApp = Guarded(
@@ -168,7 +168,7 @@ class RolloutServer:
         return JSONResponse(None)
 
     async def _flush_cache(self, request: Request) -> Response:
-        return PlainTextResponse("Cache flushed.\n")  # there is no cache beside that of the running samples
+        return PlainTextResponse("Cache flushed.\n")  # only running samples have a cache
 
     # --- state and settings of the server ---------------------------------------------------------
 
@@ -240,9 +240,9 @@ class SampleAnswer:
     """The tokens, log-probs and versions of a sample so far, and the number of tokens sent to the client."""
 
     sample: BodySample
-    engine_id: str = ""  # the id for aborting it in the engine; empty until it was submitted
+    engine_id: str = ""  # the sample's id in the engine, for aborts; empty until the sample is submitted
     prompt_tokens: int = 0  # placeholders expanded, tokens begun earlier included
-    aborted: bool = False  # perhaps before its submission
+    aborted: bool = False  # perhaps before the sample is submitted
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[tuple[float, int, None]] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
@@ -264,7 +264,7 @@ class SampleAnswer:
         return len(self.token_ids) - self.told >= (self.sample.interval if self.told else 1)
 
     def as_json(self, version: int, processor: Processor) -> Json:
-        """The reply, or an event, with all tokens so far; with the text once the sample has ended."""
+        """Returns the reply, or an event, with all tokens so far. Its text is empty until the sample has ended."""
         self.told, self.complete = len(self.token_ids), self.finish is not None
         meta: Json = {
             "id": self.sample.rid,
@@ -285,8 +285,8 @@ class SampleAnswer:
 
 
 class Call(Response):
-    """The reply to a body. If the client leaves or the reply is cancelled, the samples end. Until the end, their
-    answers are in `in_flight`."""
+    """The reply to a request to `/generate`. If the client leaves or the reply is cancelled, the samples end. The
+    answers are in `in_flight` until `close`."""
 
     def __init__(self, body: Body, engine: JaxEngine, processor: Processor, in_flight: dict[str, SampleAnswer]) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ class WeightRoutes:
     ) -> None:
         self._engine, self._config, self._dtype, self._abort_all = engine, served(config), dtype, abort_all
         self._lock = asyncio.Lock()  # held while weights are changed or checked
-        self._session: dict[str, np.ndarray] | None = None  # tensors of the buckets so far
+        self._session: dict[str, np.ndarray] | None = None  # tensors of the buckets so far; None: no update is open
         self._session_version: int | None = None
 
     def routes(self) -> Iterator[Route]:
@@ -68,7 +68,7 @@ class WeightRoutes:
         yield Route("/weights_checker", self._check, methods=["GET", "POST"])
 
     def _reported(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        """Answers errors of `handler` with a message; the server then continues with the weights that it has."""
+        """Answers errors of `handler` with a message; then the server goes on with the weights that it has."""
 
         async def handle(request: Request) -> Response:
             body = read_json_object(await request.body())
@@ -97,7 +97,7 @@ class WeightRoutes:
         return {"message": f"Weights of {folder} are served as version {self._version}."}
 
     async def _begin(self, body: Json) -> Json:
-        self._session, self._session_version = {}, None  # drops the buckets of an update that was broken off
+        self._session, self._session_version = {}, None  # drops the buckets of an unfinished update
         return {"message": "Success"}
 
     async def _from_tensors(self, body: Json) -> Json:

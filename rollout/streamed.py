@@ -1,12 +1,12 @@
 """A model whose layers travel from host memory to the device while other layers compute: a judge beside an engine.
 
 Flexes (RollPacker, section 4.3) colocates a judge with the actor in this way. The results are those of the model with
-all its layers on the device. Work goes layer by layer, and its caller may let other programs have the device between
-two layers (`rollout.streamed_judge`).
+all its layers on the device. Work goes layer by layer. Between two layers the caller may let other programs have the
+device (`rollout.streamed_judge`).
 
-Flexes changes the number of layers in host memory with the sequence length, and has no formula. The rule here follows
-from the pipeline: of `L` layers, `S` are streamed, evenly spread, so that `L // S` layers compute while a streamed
-layer travels. Longer rows hide the travel of more layers, and need memory for their activations.
+Flexes changes the number of layers in host memory with the sequence length, but the paper gives no formula. The rule
+here follows from the pipeline: of `L` layers, `S` are streamed, evenly spread, so that `L // S` layers compute while a
+streamed layer travels. Longer rows hide the travel of more layers, and need memory for their activations.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ class DeviceSpeed:
 class StreamedModel:
     """A text model, or the decoder of a model with vision, on `device` of this process; None: its first device.
 
-    `resident` layers stay on the device. None chooses their number for each batch (`resident_layers`), by `pace` and by
-    the free memory that the device reports; a device that reports none (a CPU) counts as large enough. At most
-    `resident` + 2 layers are on the device at once. `batch_tokens` (rows x row length) are computed together, but a
-    longer row alone. `compute_dtype` casts the weights; without it all layers must have one dtype. The host holds the
-    layers once, in pinned memory.
+    `resident` layers stay on the device. With None, `resident_layers` chooses the number for each batch, by `pace` and
+    the free memory that the device reports; a device without a report (a CPU) counts as large enough. At most
+    `resident` + 2 layers are on the device at once. A batch has at most `batch_tokens` (rows x row length), or a single
+    prompt. `compute_dtype` casts the weights; without it all layers must have one dtype. The host holds the layers
+    once, in pinned memory.
 
     One batch runs at a time; one thread after another may use the model. Raises EngineError.
     """
@@ -132,7 +132,7 @@ class StreamedModel:
     def load(path: str | os.PathLike[str], **settings: Any) -> StreamedModel:
         """The model in a checkpoint folder, loaded through host memory. `settings` are the arguments of the class.
 
-        While it loads, the host holds the weights twice. Also raises the errors of `models.load`."""
+        During the call, the host holds the weights twice. Also raises the errors of `models.load`."""
         return StreamedModel(models.load(path, shardings=on_host), **settings)
 
     def _pinned(self, kind: str, stacks: dict[tuple, np.ndarray], entry: int) -> Parts:
@@ -158,9 +158,9 @@ class StreamedModel:
     def score(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
     ) -> Work[list[tuple[float, ...]]]:
-        """For each prompt, the log-probability (nats) of each answer behind it, summed over the answer's tokens.
+        """Returns for each prompt the log-probability (nats) of each answer, summed over the answer's tokens.
 
-        All answers take one pass: each is a branch behind the prompt."""
+        All answers to a prompt take one pass: each answer is a branch behind the prompt."""
         self.check("prompt", prompts)
         self.check("answer", answers)
         if not answers:
@@ -186,9 +186,9 @@ class StreamedModel:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int] = ()
     ) -> Work[list[tuple[int, ...]]]:
-        """The most probable tokens behind each prompt, one by one, up to and including a stop id.
+        """Returns the greedy response to each prompt: the most probable token each time, up to and including a stop id.
 
-        Every token takes a pass, which lasts as long as the transfers of all streamed layers: keep verdicts short."""
+        Every token takes a pass, which lasts at least as long as the transfers of all streamed layers."""
         self.check("prompt", prompts)
         if max_new_tokens < 1:
             raise EngineError(f"max_new_tokens must be positive, got {max_new_tokens}")
@@ -216,7 +216,7 @@ class StreamedModel:
         return [texts[index] for index in range(len(prompts))]
 
     def check(self, what: str, sequences: Sequence[Sequence[int]]) -> None:
-        """Raises EngineError for a sequence that is empty, or has other ids than the model's tokens."""
+        """Raises EngineError for a sequence that is empty, or has an id that is no token of the model."""
         for number, tokens in enumerate(sequences):
             if not len(tokens):
                 raise EngineError(f"{what} {number} is empty")
@@ -229,8 +229,8 @@ class StreamedModel:
     def _batches(
         self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
     ) -> Iterator[tuple[list[int], PrefillBatch]]:
-        """Yields (numbers of some prompts, their batch, in which each has a row, with all `responses` behind it).
-        Similar lengths go together, the shortest first."""
+        """Yields (numbers of some prompts, the batch of these prompts). Each prompt has a row, with all `responses`
+        behind the prompt. Prompts of similar lengths share a batch, the shortest first."""
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         behind = tuple(np.asarray(response, np.int32) for response in responses)
         prefixes = [Prefix(text_input(prompts[index]), behind) for index in order]
@@ -240,7 +240,8 @@ class StreamedModel:
     # --- passes through the layers ----------------------------------------------------------------
 
     def _prefill(self, inputs: PackedTokens, kept: list[Kept], room: int = 0) -> Work[jax.Array]:
-        """The hidden states after all layers. With `room`, `kept` gets what each layer keeps of the rows."""
+        """Returns the hidden states after all layers. With `room` columns for a response, `kept` gets what each layer
+        keeps of the rows."""
         rows, tokens = inputs.tokens_BT.shape
         self._settle(rows, tokens, room)
         x, rotary = self._programs.embed(self._outer, inputs.tokens_BT, inputs.positions_3BT)
@@ -260,7 +261,7 @@ class StreamedModel:
     def _decode(
         self, token_B: np.ndarray, kept: list[Kept], length_B: np.ndarray, first: int, number: int
     ) -> Work[jax.Array]:
-        """The hidden states of token `number` of each response; `kept` is that behind these tokens afterwards."""
+        """Returns the hidden states of token `number` of each response, and adds these tokens to `kept`."""
         positions_3B1 = np.broadcast_to(length_B[:, None] + np.int32(number), (3, len(length_B), 1))
         x, rotary = self._programs.embed(self._outer, token_B[:, None], positions_3B1)
 
@@ -322,7 +323,7 @@ class StreamedModel:
         )
 
     def _free(self) -> int | float:
-        """The bytes of device memory for layers and activations."""
+        """The bytes of device memory for layers and activations; infinite if the device does not report them."""
         memory = self.device.memory_stats() or {}
         if "bytes_limit" not in memory:
             return float("inf")
@@ -339,16 +340,16 @@ def finish(work: Work[Result]) -> Result:
             return end.value
 
 
-# --- the plan: which layers stay on the device, and when the parts of the others travel --------------
+# --- the plan: which layers stay on the device, and when the parts of streamed layers travel ---------
 
 
 def layer_weights(text: TextConfig) -> int:
-    """The number of weights in the matrices of a layer, of the largest kind."""
+    """The number of weights in the matrices of a layer of the largest kind."""
     return text.hidden_size * (_projections(text) + 3 * text.intermediate_size)
 
 
 def _projections(text: TextConfig) -> int:
-    """The widths of a layer's projections beside its MLP, of the largest kind."""
+    """The sum of the widths of a layer's projections beside its MLP, for the largest kind of layer."""
     attention = text.head_dim * ((3 if text.output_gate else 2) * text.num_heads + 2 * text.num_kv_heads)
     if (heads := text.delta) is None:
         return attention
@@ -356,8 +357,9 @@ def _projections(text: TextConfig) -> int:
 
 
 def pass_bytes(text: TextConfig, rows: int, tokens: int, room: int, value_bytes: int) -> int:
-    """About the most device memory of a pass beside weights, if attention stores no scores: hidden states, one layer's
-    projections, MLP and unpacked weights, and, with `room` columns for a response, all keys and values and states."""
+    """About the most bytes of device memory of a pass beside the streamed and resident weights, if attention stores no
+    scores: hidden states, one layer's projections, MLP and unpacked weights. With `room` columns for a response, all
+    layers' keys, values and states count, too."""
     width = 4 * text.hidden_size + _projections(text) + 3 * text.intermediate_size
     kept, states = 2 * len(text.attention_layers) * text.num_kv_heads * text.head_dim * (tokens + room), 0
     if (heads := text.delta) is not None:
@@ -372,10 +374,10 @@ def resident_layers(
 ) -> int:
     """The number of layers that stay on the device: as few as hide all transfers, but no more than fit `free_bytes`.
 
-    A layer that takes `transfer_seconds` hides behind `g = ceil(transfer_seconds / compute_seconds)` layers, so that
-    one layer in `g` can be streamed. If `g` is above PARTS, transfers can't be hidden, and every resident layer saves
-    its own transfer: as many as fit are resident. The number never grows with `compute_seconds`, and never shrinks with
-    `free_bytes`. Raises EngineError if not even the buffers fit.
+    A transfer hides behind `g = ceil(transfer_seconds / compute_seconds)` layers, so that one layer in `g` can be
+    streamed. If `g` is above PARTS, transfers can't be hidden. Then as many layers as fit are resident: each saves its
+    transfer. The number never grows with `compute_seconds`, and never shrinks with `free_bytes`. Raises EngineError if
+    not even the buffers fit.
     """
     if free_bytes >= layers * layer_bytes:
         most = layers
@@ -394,7 +396,7 @@ def resident_layers(
 
 
 def streamed_places(layers: int, resident: int) -> tuple[int, ...]:
-    """The numbers of the layers that are streamed: the first one, and others evenly spread."""
+    """The numbers of the layers that are streamed: evenly spread, from layer 0 on."""
     streamed = layers - resident
     return tuple(k * layers // streamed for k in range(streamed))
 
@@ -402,8 +404,8 @@ def streamed_places(layers: int, resident: int) -> tuple[int, ...]:
 def travel(layers: int, streamed: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
     """Returns, for each layer, (a streamed layer, the numbers of its parts that travel meanwhile).
 
-    A streamed layer travels from the start of the streamed layer before it; the first streamed layer of a pass travels
-    from the start of the pass before's last streamed layer. The parts are spread evenly over that time."""
+    A streamed layer travels while the streamed layer before it and all layers between the two compute. The first
+    streamed layer travels from the last one's start to the end of a pass, for the next pass."""
     plan: list[tuple[int, tuple[int, ...]]] = [(0, ())] * layers
     for start, following in zip(streamed, [*streamed, layers][1:], strict=True):
         gap = following - start

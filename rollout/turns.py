@@ -1,19 +1,19 @@
-"""Plans the two kinds of turn on the host, between turns; `rollout.device` runs them.
+"""Plans the two kinds of turn on the host; `rollout.device` runs them.
 
-A *start* prefills prompts and gives their first token to samples that have new pages; a *round* gives each running
-sample some tokens. Samples share the computation of their prompt when they start, and when they are
+A *start* prefills prompts and responses so far, and gives one token to each sample that has new pages. A *round* gives
+each running sample some tokens. Samples share the computation of their prompt when they start, and when they are
 computed again because the weights changed or they were preempted.
 
-A prompt, or a prompt with its response so far, is computed in chunks of `CHUNK_TOKENS` if it is longer. A chunk is
+A prompt, or a prompt with its response so far, is computed in chunks if it is longer than `CHUNK_TOKENS`. A chunk is
 written to pages. Later chunks attend to these pages, as do samples that start later than others of their prompt. If a
-prompt has at most `PREFILL_PATCHES` patches, the vision tower computes all of them in the prefill program, and the
-prompt is not cut before its last image or video. A prompt with more patches is cut anywhere, and the tower computes
+prompt has at most `PREFILL_PATCHES` patches, the vision tower computes all of them in the prefill program, and no chunk
+ends before the prompt's last image or video does. A prompt with more patches is cut anywhere, and the tower computes
 groups of frame pairs when chunks need them (`rollout.prompt_pixels`).
 
 If layers have states (`EngineLimits.recurrent`), pages of a prompt are not enough to go on from. A chunk leaves its
-state in the slots of all samples that go on from it, and chunks end at the prompt's last page boundary before its last
+state in the slots of all samples that go on from it. A chunk ends at the prompt's last page boundary before its last
 token, where the samples part. A sample whose slot has no state is computed from its first token, as after preemption.
-A row of a prefill has tokens of one response at most, so that the state behind the row is that of its samples.
+A row of a prefill has tokens of one response at most, so that the row ends with the state of its samples.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from .slots import PAGE_TOKENS, DecodeRound, doubling, geometric, pages_for
 if TYPE_CHECKING:
     from .prompt_pixels import FeatureWork
 
-SMALL_MODEL = 10**7  # most weights of a small model: few rows cost it as much as many; larger models pay for each row
-LEAST_ROWS = 32  # least samples of a start or a round, for a small model
+SMALL_MODEL = 10**7  # most weights of a small model, for which few rows cost as much as many
+LEAST_ROWS = 32  # least rows of a start or a round, for a small model
 LEAST_CONTEXT = 32  # least cache entries that a chunk reads
 LEAST_TOKENS = 16  # least tokens of a row of a prefill
-LEAST_AREA = 256  # least rows x row length of a small model: less saves hardly any time, but means more shapes
-PREFILL_PATCHES = 4096  # most patches of one program, unless a frame pair has more
+LEAST_AREA = 256  # least rows x row length of a prefill of a small model; smaller shapes save hardly any time
+PREFILL_PATCHES = 4096  # most patches of one program, unless a single frame pair has more
 
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """A prompt to prefill, or the rest of a prompt whose beginning is in the pages `context`, with the tokens that each
-    of its samples already has (perhaps none), in sample order. With `features`, its pixels are in no batch."""
+    """A prompt to prefill, or the rest of a prompt whose beginning is in the pages `context`. `responses` has the
+    tokens of each sample so far, in sample order. With `features`, the prompt's pixels are in no batch."""
 
     prompt: ModelInput
     responses: tuple[np.ndarray, ...]
     context: tuple[int, ...] = ()
-    slot: int = 0  # has the state behind the context
+    slot: int = 0  # the slot that has the state behind the context
     rid: str = ""
     features: FeatureWork | None = None
 
 
 class Place(NamedTuple):
-    """The position of a sample's cache entries: the row of the batch, and the tokens of its response in that row. The
-    first `skip` entries are in the cache and in no row."""
+    """The position of a sample's cache entries in a batch: a row, and the columns of prompt and response in this row.
+    The first `skip` entries are in the cache and in no row."""
 
     row: int
     prompt_tokens: int
@@ -80,15 +80,15 @@ class Shown(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class PrefillBatch:
-    """One call of the prefill program; `places[i][j]` is sample `j` of prefix `i`. The engine fills in `outputs`, keys
-    and values and hidden states on the device; `features` are not needed afterwards."""
+    """One call of the prefill program. `places[i][j]` is the place of sample `j` of prefix `i`. The engine fills in
+    `outputs`: keys, values and hidden states on the device. Then it drops `features`."""
 
     inputs: PackedTokens
     places: list[list[Place]]
     tokens: int  # computed tokens, without padding
     context: Context | None = None
     shown: tuple[Shown, ...] = ()
-    features: FeatureWork | None = None  # features of its only prompt
+    features: FeatureWork | None = None  # of the batch's only prompt
     outputs: tuple[Rows, Array] | None = None
 
     def pixels(self) -> Iterator[ShadowTensor]:
@@ -102,8 +102,8 @@ class PrefillBatch:
 
 @dataclasses.dataclass(frozen=True)
 class StartStep:
-    """A prefill, or a batch that has `outputs` from an earlier turn. Its rows are copied to pages; then the samples in
-    `slots_B` start from the batch. No sample starts from a chunk."""
+    """A batch to prefill, or a batch that has `outputs` from an earlier turn. Rows of the batch are copied to pages;
+    then the samples in `slots_B` start from the batch. No sample starts from a chunk."""
 
     batch: PrefillBatch
     writes: PageWrites
@@ -169,7 +169,7 @@ def _cut(
             features = _features(scheduler, job, last, end)
             prefix = Prefix(last, (np.zeros(0, np.int32),), context, sample.slot, rid, features)
             alone.append((prefix, [sample]))
-        elif not together or scheduler.computed(together[0]) == done:  # samples behind another state wait for a turn
+        elif not together or scheduler.computed(together[0]) == done:  # samples with another state start later
             together.append(sample)
     if not together:
         return chunks, alone
@@ -199,8 +199,8 @@ def _last_boundary(prompt: ModelInput) -> int:
 def _chunk_end(scheduler: Scheduler, sample: RunningSample, media: int) -> int:
     """The token before which a sample's next chunk ends; 0 if all its tokens fit a start.
 
-    If layers have states, a chunk ends where the samples of a prompt part. It also comes before several samples that
-    have tokens: a start has a row for each, with the prompt's tokens."""
+    If layers have states, a chunk ends where the samples of a prompt part. If several samples have tokens, such a chunk
+    precedes their start even for a short prompt: without it, the row of each sample would repeat the prompt."""
     job = sample.job
     done, fork = scheduler.computed(sample), _last_boundary(job.request.prompt)
     stop = done + max(CHUNK_TOKENS, media - done)
@@ -230,8 +230,8 @@ def _features(scheduler: Scheduler, job: Job, part: ModelInput, end: int) -> Fea
 
 
 def pixels_ahead(scheduler: Scheduler) -> Iterator[ShadowTensor]:
-    """The patches to fetch for the turns after the planned one, in about the order of their use: about `AHEAD_PATCHES`
-    of them, and at least the first tensor."""
+    """Yields patches to fetch for turns after the planned turn, in about the order of their use: about `AHEAD_PATCHES`
+    patches, and at least one tensor if any prompt needs patches."""
     from .prompt_pixels import AHEAD_PATCHES, PromptFeatures
 
     most = AHEAD_PATCHES
@@ -267,7 +267,7 @@ def chunk_tokens(prompt: ModelInput) -> int:
 
 
 def part(prompt: ModelInput, response_T: np.ndarray, start: int, end: int) -> ModelInput:
-    """The tokens `start .. end` of a prompt and its response; with all of the prompt's media if it shows any."""
+    """The tokens `start .. end` of a prompt and its response, with all media of the prompt if the tokens show any."""
     P = len(prompt)
     if not start and end == P:
         return prompt
@@ -348,7 +348,7 @@ def _writes(scheduler: Scheduler, batch: PrefillBatch, samples: list[RunningSamp
 def _with_states(
     scheduler: Scheduler, writes: PageWrites, samples: list[RunningSample], row_B: np.ndarray
 ) -> PageWrites:
-    """The writes, with those of the states behind these rows to the slots of `samples`, if layers have states."""
+    """Adds to `writes` the states behind these rows, for the slots of `samples`, if layers have states."""
     limits = scheduler.limits
     if not limits.recurrent:
         return writes
@@ -372,8 +372,9 @@ def _least_rows(limits: EngineLimits) -> int:
 
 
 def _layout(prefix: Prefix, limits: EngineLimits) -> tuple[list[int], list[Place]]:
-    """Lengths of the prefix's rows, and places counted from its first row. Responses fill a row up to the longest
-    sequence; if layers have states, a row ends with the state of all its samples."""
+    """The lengths of a prefix's rows, and the places of its samples, with rows counted from the prefix's first row.
+    Responses fill a row up to `max_sequence_tokens`. If layers have states, a row has at most one response with tokens.
+    """
     start, skip = len(prefix.prompt), len(prefix.context) * PAGE_TOKENS
     lengths, places = [start], []
     for response in prefix.responses:
@@ -397,8 +398,8 @@ def plan(
     """Packs prefixes, in order, into batches of about `batch_tokens` (rows x row length) and `batch_patches`.
 
     Yields (indices of the prefixes in a batch, the batch). A row is a prompt and, as far as `limits` allow, its
-    samples' tokens so far, each sample as a branch (`models.inputs.PackedTokens`). A prefix is never divided between
-    batches: a large prefix has its own batch. For a small model, batches are padded to `LEAST_AREA`.
+    samples' tokens so far, each sample as a branch (`models.inputs.PackedTokens`). A prefix is never divided: a prefix
+    that exceeds a bound has a batch of its own. For a small model, batches are padded to `LEAST_AREA`.
     """
     least_area = LEAST_AREA if limits.small_model else 1
     members: list[int] = []

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def door(package: str, **modules: tuple[str, ...]) -> Callable[[str], object]:
-    """Returns the `__getattr__` (PEP 562) of a package; `modules` maps each of its modules to the names it offers."""
+    """Returns the `__getattr__` (PEP 562) of a package; `modules` maps each module to the names that it offers."""
     homes = {name: f"{package}.{module}" for module, names in modules.items() for name in names}
 
     def offered(name: str) -> object:
@@ -23,7 +23,7 @@ def door(package: str, **modules: tuple[str, ...]) -> Callable[[str], object]:
 
 
 def _found(package: str, path: str) -> Any:
-    """The module of this path below `package`, or its attribute: `module:attribute`."""
+    """The module of this path below `package`, or for a path `module:attribute` the module's attribute."""
     module, _, attribute = path.partition(":")
     value: Any = importlib.import_module(f"{package}.{module}")
     return getattr(value, attribute) if attribute else value

@@ -2,9 +2,9 @@
 
     -sg(w clip(r, 1 - clip_low, 1 + clip_high)) A_i log policy(o_t),     r = policy(o_t) / behaviour(o_t)
 
-The bound cuts the weight of a token, not its gradient: rare tokens that change the course of reasoning are still
-learned; PPO's clipping drops them. There is no lower bound (`clip_low` is 1). The paper gives no number for the upper
-bound; 5 is from ScaleRL (arXiv:2510.13786). Advantages are GRPO's, the mean is over tokens.
+The bound cuts the weight of a token, not its gradient. So rare tokens that change the course of reasoning are still
+learned, while PPO's clipping drops them. There is no lower bound (`clip_low` is 1). The paper gives no number for the
+upper bound; 5 is from ScaleRL (arXiv:2510.13786). Advantages are GRPO's; the loss is a mean over tokens.
 """
 
 import jax
@@ -21,8 +21,8 @@ class CISPO(GRPO):
     def token_loss(
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
     ) -> LossAndMetrics:
-        """Returns the loss in the head of this file, with the terms of `regularised`. Metrics: `ratio`, r;
-        `clip_fraction`, 1 if r is cut; and the metrics of `regularised`."""
+        """Returns the loss of the module's docstring, with the terms of `regularised`. The metrics are r (`ratio`), 1
+        for a token whose r is cut (`clip_fraction`), and those of `regularised`."""
         trained_BT = batch.loss_weights_BT != 0.0
         log_ratio_BT, weight_BT = correction(logprobs_BT, batch, cfg.importance)
         ratio_BT = jnp.exp(log_ratio_BT)

@@ -1,8 +1,8 @@
 """Compares a server with the trainer on probes, in the order of cause.
 
-The server tokenises texts and chats, states checksums of its weights, and samples answers, whose log-probs the trainer
-computes again. If the log-probs of a probe differ, the trainer computes them once more for the request of each suspect,
-which a faulty server would compute in its place: the suspect with the server's log-probs is named.
+The server tokenises texts and chats, states checksums of its weights, and samples answers. The trainer computes the
+log-probs of the answers again. If they differ for a probe, the trainer also computes log-probs of suspects: a suspect
+is the request that a server with a certain fault would compute. A suspect with about the server's log-probs is named.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from .installation import clip_file, picture_file
 Answered: TypeAlias = tuple[GenerateRequest, list[Response]]
 Suspect: TypeAlias = tuple[str, str, GenerateRequest]  # the part that would differ, the fault, the faulty request
 BOX = " [14, 28, 83, 55] <|box_start|>(14,28),(83,55)<|box_end|>"
-TOKENS, SAMPLES = 12, 2  # of each probe's answers
-EXACT, ROUGH = 1e-3, 0.05  # tolerances of mean differences of log-probs: in float32, and in narrower dtypes
+TOKENS, SAMPLES = 12, 2  # tokens of an answer; answers to each probe
+EXACT, ROUGH = 1e-3, 0.05  # tolerances of mean differences of log-probs, in nats: for float32, for other dtypes
 COOL = 0.6  # the temperature of the check of sampling
-NORMALISATIONS = {  # mean and deviation
+NORMALISATIONS = {  # (mean, standard deviation) of each channel
     "from 0 to 1": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
     "by mean and deviation 0.5": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
@@ -78,7 +78,7 @@ class ServerComparison:
         self._folder, self._tolerance, self._processor = options.model, options.tolerance, Processor.load(options.model)
         self._dumps = TensorDumps(options.dumps) if options.dumps else None
         self._probes = {"text": Probe(self._processor, options.text, [])}
-        self._refused: list[Finding] = []  # probes that this checkpoint can't have
+        self._refused: list[Finding] = []  # of probes that this checkpoint's processor refuses
         image, video = [("image", picture_file())], [("video", clip_file())]
         media = {"image": image, "boxes": [*image, ("image", picture_file(turns=1))], "video": video}
         media |= {file: [("image", pathlib.Path(file).read_bytes())] for file in options.image}
@@ -89,7 +89,7 @@ class ServerComparison:
             except (PromptError, MediaError) as error:
                 self._refused.append(Finding(name, str(error), asked=False))
         self._client = ServerClient(options.server, token=os.environ.get(TOKEN, ""))
-        self._agreed: list[Answered] = []  # answers with equal log-probs
+        self._agreed: list[Answered] = []  # answers on whose log-probs both sides agree
 
     async def findings(self) -> AsyncIterator[Finding]:
         """Yields findings, in the order of cause. Raises EngineError for a server that can't be reached."""
@@ -106,7 +106,7 @@ class ServerComparison:
             for name, check in checks.items():
                 try:
                     finding = await check(name)
-                except (EngineError, OSError, KeyError, TypeError) as error:  # the last two: an odd answer
+                except (EngineError, OSError, KeyError, TypeError) as error:  # the last two: an unusable reply
                     finding = Finding(name, " ".join(said(error).split())[:300], asked=False)
                 yield finding
             for finding in self._refused:
@@ -115,7 +115,7 @@ class ServerComparison:
             await self._client.close()
 
     async def _tokens(self, name: str) -> Finding:
-        """Compares the ids of the probes as texts (`token ids`) or, once these agree, as messages (`template`)."""
+        """Compares token ids: of each probe's prompt as text (`token ids`), or of its message (`template`)."""
         if name == "template" and not self._processor.chat_template:
             return Finding(name, f"{self._folder} has no chat template", asked=False)
         decode = functools.partial(self._processor.decode, skip_special_tokens=False)
@@ -142,7 +142,7 @@ class ServerComparison:
         return _differs("weights" if 2 * len(names) > count else f"{part} (weights)", detail)
 
     async def _log_probs(self, name: str) -> Finding:
-        """Compares log-probs of a probe, whose media the server gets as patches or, as files, decodes itself."""
+        """Compares log-probs of a probe. The server gets media as patches, or as files if `name` says so."""
         probe, files = self._probes[name.removesuffix(" as files")], name.endswith(" as files")
         sampling = SamplingParams(TOKENS, forbidden_ids=self._processor.media_token_ids)  # as in a run
         request = GenerateRequest("doctor", probe.inputs, sampling, SAMPLES)
@@ -153,8 +153,8 @@ class ServerComparison:
         return finding if dumps is None else await self._located(finding, probe, dumps)
 
     async def _located(self, unexplained: Finding, probe: Probe, dumps: TensorDumps) -> Finding:
-        """Names the first decoder layer behind which the server's hidden states of a prompt differ. Without such a
-        layer, the finding keeps its name."""
+        """Compares hidden states behind each decoder layer. Returns a finding with the name of the first layer that
+        differs, or with the name of `unexplained` if no layer differs, or if layer 0 differs behind a tower."""
         ours = [state_TD for part, state_TD in our_parts(self._trainer.model, probe.inputs).items() if "layer" in part]
         earlier = dumps.passes()
         try:
@@ -168,7 +168,7 @@ class ServerComparison:
         before = f"{gaps[layer - 1]:.1e} before it" if layer else "it is the first layer"
         detail = f"{unexplained.detail}; hidden states differ by {gaps[layer]:.1e} behind layer {layer}, {before}"
         detail += "" if beyond else ": compare the final norm, the head and decoding"
-        of_tower = unexplained.name == "tower" and layer == 0  # its input has the tower's features
+        of_tower = unexplained.name == "tower" and layer == 0  # layer 0 reads the tower's features
         return _differs(f"layer {layer}", detail) if beyond and not of_tower else unexplained._replace(detail=detail)
 
     async def _packed_rows(self, name: str) -> Finding:
@@ -182,7 +182,7 @@ class ServerComparison:
         """Compares log-probs at a low temperature, with likely tokens forbidden."""
         if not self._agreed:
             return Finding(name, "there are no answers on which both sides agree", asked=False)
-        plain, likely = self._agreed[0]  # of the text
+        plain, likely = self._agreed[0]
         never = plain.sampling.forbidden_ids
         mask = (*never, *sorted({id for answer in likely for id in answer.token_ids})[:TOKENS])
         asked, hot, free = (
@@ -196,14 +196,15 @@ class ServerComparison:
     async def _compared(
         self, name: str, rest: str, request: GenerateRequest, faulty: Iterable[Suspect], files: Probe | None = None
     ) -> Finding:
-        """Compares log-probs, and finds the suspect that explains a difference; `rest` differs if there is none."""
+        """Compares log-probs. If they differ, the finding names the part of the suspect that explains the difference,
+        or `rest` if no suspect does."""
         answers, tokens = await self._answers(request, files)
         if tokens != len(request.prompt):
             return _differs("pixels", f"{name}: the prompt has {tokens} tokens, the trainer's {len(request.prompt)}")
         if broken := {id for answer in answers for id in answer.token_ids} & {*request.sampling.forbidden_ids}:
             return _differs("sampling mask", f"{name}: forbidden tokens are sampled: {sorted(broken)}")
 
-        def gap_of(request: GenerateRequest) -> float:  # each answer in a row of its own
+        def gap_of(request: GenerateRequest) -> float:  # the mean over answers, each computed in a row of its own
             return float(np.mean([self._trainer.gap([(request, [answer])]) for answer in answers]))
 
         tolerance = max(self._tolerance, ROUGH) if files else self._tolerance  # libraries resize with other rounding
@@ -218,8 +219,8 @@ class ServerComparison:
         return _differs(part, f"{name}: {fault}: {detail}, and by {least:.1e} if so here")
 
     async def _answers(self, request: GenerateRequest, files: Probe | None) -> tuple[list[Response], int]:
-        """Samples answers. Returns them, and the server's number of tokens of the prompt. The server gets the files of
-        the probe `files`, if given, in the place of patches, and expands placeholders itself."""
+        """Returns sampled answers, and the tokens of the prompt by the server's count. With `files`, the server gets
+        the files of this probe instead of patches, and expands placeholders itself."""
         config, rids = self._trainer.model.config, [f"doctor-{uuid.uuid4().hex}" for _ in range(request.n)]
         limits = EngineLimits.of(config, request.n, len(request.prompt) + TOKENS)
         body = request_body(checked(request, limits), dict(enumerate(rids)), config, interval=TOKENS)
@@ -243,12 +244,12 @@ def _differs(part: str, detail: str) -> Finding:
 
 
 def _relative(ours_TD: np.ndarray, theirs_TD: np.ndarray) -> float:
-    """The mean over tokens of the difference of two hidden states, divided by the norm of ours."""
+    """Returns the norm of the difference of two hidden states, divided by the norm of ours; the mean over tokens."""
     return float(np.mean(np.linalg.norm(ours_TD - theirs_TD, axis=-1) / np.linalg.norm(ours_TD, axis=-1)))
 
 
 def _message(probe: Probe) -> dict[str, Any]:
-    """The probe as a user's message of OpenAI's API."""
+    """Returns the probe as a user's message of OpenAI's API."""
     content = [
         {"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}}
         for kind, data in probe.media
@@ -257,7 +258,7 @@ def _message(probe: Probe) -> dict[str, Any]:
 
 
 def _part_of(tensor: str) -> tuple[int, int, str]:
-    """The place of a tensor in the order of computation, and the part of the model that has it."""
+    """Returns two numbers that sort tensors in the order of computation, and the name of the tensor's part."""
     if "visual" in tensor:
         return 1, 0, "tower"
     if layer := re.search(r"layers\.(\d+)\.", tensor):
@@ -296,7 +297,7 @@ def suspects(processor: Processor, probe: Probe, request: GenerateRequest) -> It
         shift_3T = by * np.outer(np.arange(3) == axis, shown_T)
         misplaced[name, f"those of the media are shifted by {by:+d}"] = positions_3T + shift_3T
     for (axes, fault), faulty_3T in misplaced.items():
-        following = int(faulty_3T[0, -1]) + 1  # a text ends the prompt
+        following = int(faulty_3T[0, -1]) + 1  # the prompt ends with text
         prompt = dataclasses.replace(inputs, positions_3T=faulty_3T.astype(np.int32), next_position=following)
         yield f"positions ({axes})", fault, dataclasses.replace(request, prompt=prompt)
 
@@ -311,8 +312,8 @@ class TrainerSide:
         self._gradients = functools.cache(self._gradients_of)
 
     def gap(self, answered: Sequence[Answered]) -> float:
-        """Returns the mean difference between the log-probs of the answers and the trainer's, in nats. One packed row
-        has all prompts, each once, and all answers; the requests have the same sampling parameters."""
+        """Returns the mean absolute difference between the answers' log-probs and the trainer's, in nats. The trainer
+        packs all prompts, each once, and all answers into one row. All requests must have equal sampling parameters."""
         groups, prepared, tokens = [], {}, 0
         for draw, (request, answers) in enumerate(answered):
             prompt = Prompt(str(draw), "doctor", "", "", draw=draw)

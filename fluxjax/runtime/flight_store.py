@@ -2,7 +2,7 @@
 
 This is FlexRL's Proxy Dataloader and Materializer (section 4). A "place" is a preprocessor. Questions about a medium go
 to the place that holds the medium, or else to the least busy place. Any place can answer any question: a place without
-the medium decodes it first. Questions to a place that is lost, or does not answer in time, are asked of other places.
+the medium decodes the medium first. If a place is lost, or does not answer in time, another place is asked.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ..data.tickets import MediaRef, Ticket, normalised
 from .places import Places, PlaceSeat, settle, started
 
 _LOOKS = 8  # threads that call `look` at a time, for each place (`concurrency`)
-_LOOKERS = 32  # the most threads that look, for each place
-_MOST_FETCHED = 256 << 20  # bytes that a question asks for
-_ATTEMPTS = 4  # times that places may fail to look at a medium
-_LOSSES = 8  # times that the places of a question may be lost, or not answer it in time
+_LOOKERS = 32  # the most threads of the store that ask places to look, for each place
+_MOST_FETCHED = 256 << 20  # the most bytes that a question asks for
+_ATTEMPTS = 4  # failures to look at a medium, the last of which is raised
+_LOSSES = 8  # lost or late places of a question, the last of which is raised
 
 
 class _Part(NamedTuple):
@@ -75,8 +75,8 @@ class FlightStore(Places):
         return normalised(self.settings, rows, self.fetch_bytes(rows))
 
     def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """Returns the patches of these rows, `[P, 3, n]` (uint8), not to be changed, from the places that hold them.
-        Raises MediaError (StaleTicket for a file that has changed), and DataError if no place can give them."""
+        """Returns the patches of these rows, `[P, 3, n]` (uint8), from the places that hold them; no caller may change
+        the arrays. Raises MediaError (StaleTicket for a changed file), and DataError if no place can give the rows."""
         longest = max(1, MOST_BATCH // self.settings.patch_bytes)
         parts: list[_Part] = []
         numbers: list[range] = []  # the numbers of the parts of each of `rows`
@@ -122,7 +122,7 @@ class FlightStore(Places):
     # Without the lock:
 
     def _look_on(self) -> None:
-        """Looks at one medium after another, until all are taken."""
+        """Looks at one medium after another, until no open look is left."""
         while True:
             with self.lock:
                 if not self._unasked:
@@ -133,7 +133,7 @@ class FlightStore(Places):
             settle(look, lambda ref=ref: self._looked(ref))
 
     def _looked(self, ref: MediaRef) -> Ticket | MediaError:
-        """Asks a place to look at a medium, and other places if it fails, is lost or does not answer in time."""
+        """Asks a place to look at a medium. If the place fails, is lost or is late, asks other places."""
         failed: list[PlaceSeat] = []
         lost: list[PlaceSeat] = []
         try:
@@ -168,8 +168,8 @@ class FlightStore(Places):
                 self._looks.pop(ref, None)
 
     def _arrived(self, parts: Sequence[_Part], lost: Sequence[PlaceSeat] = ()) -> dict[int, np.ndarray]:
-        """Returns the patches of every part, by its number. Places are asked at the same time, one of them in
-        this thread; those that were `lost` over these parts come last."""
+        """Returns the patches of every part, by its number. Places are asked at the same time, one of them in this
+        thread. The places in `lost`, which were lost over these parts, are asked last."""
         with self.lock:
             questions = self._questions(parts, lost)
         asked = [started(lambda q=q: self._given(q, lost), "flight-fetch") for q in questions[1:]]
@@ -179,7 +179,7 @@ class FlightStore(Places):
         return arrived
 
     def _given(self, question: _Question, lost: Sequence[PlaceSeat]) -> dict[int, np.ndarray]:
-        """Returns what a place gives to a question; other places are asked for the parts of a lost place."""
+        """Returns the patches of a question's parts, by number. If the place is lost, other places are asked."""
         seat, link, parts = question
         try:
             with self.asking(seat, link, len(parts)) as seconds:

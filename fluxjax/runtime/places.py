@@ -1,5 +1,5 @@
-"""Keeps connections with preprocessors, called places: chooses places for media, loses them, asks them for
-statistics."""
+"""Keeps connections with preprocessors, called places: chooses a place for each medium, gives up connections that
+fail, and asks places for their statistics."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ..data.local_store import StoreStats
 from ..data.media_cache import Recent
 from ..data.tickets import MediaRef, Ticket
 
-_HELD = 1 << 16  # media whose holders are known
+_HELD = 1 << 16  # the most media whose holders are remembered
 _HISTORY = 1 << 14  # transitions that are remembered
-_GREETING = 10.0  # seconds that a place may take to answer the first question: it starts workers
+_GREETING = 10.0  # seconds that a place, which starts workers then, may take to answer the first question
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to reach a place
 _STATS_SECONDS = 2.0  # seconds that a place may take to send its statistics
 _ROUNDS = 2  # media and ranges that a place is asked for at a time, for each of its threads
@@ -34,8 +34,8 @@ Answer = TypeVar("Answer")
 
 
 class PlaceCounts:
-    """The statistics that a place has sent of its store. When the place is started anew, counts go on where they were;
-    levels, such as a queue's depth, are those of its present life only."""
+    """The statistics that a place has sent of its store. When the place is started anew, counts go on where they were.
+    A level, such as a queue's depth, is that of the last answer only."""
 
     def __init__(self) -> None:
         self._ended: Counter[str] = Counter()  # counts of its earlier lives
@@ -50,7 +50,7 @@ class PlaceCounts:
         self._newest = newest
 
     def silent(self) -> None:
-        """Sets the levels to 0: the place does not answer. It may come back with its counts, or anew."""
+        """Sets the levels to 0, since the place does not answer. Its counts stay."""
         self._newest -= Counter({level: self._newest[level] for level in _LEVELS})
 
     @property
@@ -67,7 +67,7 @@ class PlaceSeat:
         self.link: FlightPlace | None = None  # None: not connected
         self.reason = "it was not reached yet"  # why there is no connection
         self.refused = ""  # the reason why the place refuses this client, or empty
-        self.busy = self.asked = 0  # media and ranges that it is chosen for now, and in all
+        self.busy = self.asked = 0  # media and ranges that the place was asked for: without an answer yet, and in all
         self.counts: Counter[str] = Counter()  # looks, fetches, bytes, lost
         self.said = PlaceCounts()
 
@@ -92,10 +92,10 @@ class Places:
     """The places at these addresses, HOST:PORT, by name (if `addresses` has no names, each address is a name).
 
     A place may take `lease_seconds` for a medium, and longer if other media are before it. A late place is lost if
-    nothing at all was heard of it for `lease_seconds`, statistics included; then `silent` is called with its name. It
-    is used again when it answers again. DataError is raised if no place answers for `patience` seconds, and at once if
-    a place refuses this client. Each place is asked for its statistics every `stats_seconds`, and at least four times a
-    lease. `lock` guards the places by name, `seats`.
+    nothing at all was heard of it for `lease_seconds`, statistics included; then `silent` is called with its name. A
+    lost place is used again when it answers again. Methods raise DataError if no place answers for `patience` seconds,
+    and at once if a place refuses this client. Each place is asked for its statistics every `stats_seconds`, and at
+    least four times in `lease_seconds`. `lock` guards `seats`, the places by name.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class Places:
         self.lock = threading.RLock()
         self.seats: dict[str, PlaceSeat] = {}
         self.known = time.perf_counter()  # when a place was last asked for its statistics
-        self._settled = threading.Condition(self.lock)  # notified when a place answers or refuses, and at the end
+        self._settled = threading.Condition(self.lock)  # notified after each attempt to reach a place, and at the end
         self._holders = Recent[tuple[PlaceSeat, FlightPlace]](_HELD)  # valid as long as the place has this connection
         self._history: collections.deque[Transition] = collections.deque(maxlen=_HISTORY)
-        self._alone_since = time.monotonic()  # when the last connection was lost
+        self._alone_since = time.monotonic()  # when the last remaining connection was lost
         self._failure = ""  # the reason why all work has ended, or empty
         self._closed = False
         named = addresses if isinstance(addresses, Mapping) else {address: address for address in addresses}
@@ -132,8 +132,8 @@ class Places:
                 self._holders.put(Ticket.parse(ticket).ref, (seat, seat.link))
 
     def holder(self, ticket: str) -> str:
-        """Returns the place that holds this ticket's medium, for a `hint` in another process; empty if it is not
-        known."""
+        """Returns the name of the place that holds this ticket's medium, for a `hint` in another process; "" if no
+        holder is known."""
         with self.lock:
             seat = self._holder(Ticket.parse(ticket).ref)
             return "" if seat is None else seat.name
@@ -174,7 +174,7 @@ class Places:
             self._settled.notify_all()
 
     def close(self) -> None:
-        """Ends threads and connections; the preprocessors stay. Callers that still wait get a DataError."""
+        """Ends threads and connections; the preprocessors run on. Callers that still wait get a DataError."""
         with self.lock:
             self._closed = True
             self._settled.notify_all()
@@ -201,7 +201,8 @@ class Places:
         return True
 
     def check(self) -> None:
-        """Raises DataError if no work can go on: the store is closed or has failed, or no place can answer."""
+        """Raises DataError if no work can go on: the store is closed or has failed, a place refuses this client, or no
+        place was connected for more than `patience` seconds."""
         if self._closed:
             raise DataError("the media store is closed")
         if self._failure:
@@ -220,7 +221,7 @@ class Places:
 
     def choose(self, ref: MediaRef, avoid: Sequence[PlaceSeat] = ()) -> tuple[PlaceSeat, FlightPlace]:
         """Returns the place to ask for a medium, with its connection, and counts the question. Waits until a place is
-        connected. Places that are least often in `avoid` come first."""
+        connected. Only the places that are least often in `avoid` are chosen from. Raises what `check` raises."""
         while True:
             self.check()
             there = [seat for seat in self.seats.values() if seat.link is not None]
@@ -233,7 +234,7 @@ class Places:
         if seat not in there:
             seat = min(there, key=lambda seat: (seat.busy, seat.asked))
         assert seat is not None and seat.link is not None
-        self._holders.put(ref, (seat, seat.link))  # it will hold the medium
+        self._holders.put(ref, (seat, seat.link))  # the place will hold the medium
         seat.busy, seat.asked = seat.busy + 1, seat.asked + 1
         return seat, seat.link
 
@@ -250,8 +251,9 @@ class Places:
 
     @contextlib.contextmanager
     def asking(self, seat: PlaceSeat, link: FlightPlace, count: int) -> Iterator[float]:
-        """Waits until a place has room for a question about `count` media or ranges, gives the seconds that the place
-        may take, and keeps the books until it has answered. Trouble with the place loses it."""
+        """Waits until a place has room for a question about `count` media or ranges, yields the seconds that the place
+        may take, and counts the question as open until the block ends. Gives up the connection of a place that fails.
+        """
         given = 0
         try:
             with self.lock:

@@ -1,8 +1,8 @@
 """Carries out what the coordinator says, with asyncio: engines generate, the scorer scores, the trainer trains.
 
 The pure state machine meets the clock, threads and failures only here. One loop takes an event, asks the coordinator,
-and starts a task for each instruction; a task ends by posting the next event. An exception in a task ends the run at
-once with that error: before that, every other task is cancelled and awaited, and a thread at work is waited for.
+and starts a task for each instruction; most tasks end by posting an event. An exception in a task cancels every other
+task. Once all tasks and the work of the trainer's thread have ended, the run raises that exception.
 """
 
 import asyncio
@@ -41,32 +41,32 @@ class Runtime:
     evaluate: Callable[[bool], Awaitable[Mapping[str, float]]]
     checkpointer: Checkpointer
     sampling: SamplingParams
-    seed: int = 0  # this and the draw of a prompt decide its random numbers, never the time or the engine
+    seed: int = 0  # the seed and a prompt's draw decide the random numbers of its responses; time and engine do not
     observers: Sequence[Observer] = ()
     timeline: Timeline = dataclasses.field(default_factory=Timeline)
     prepared: dataclasses.InitVar[Mapping[int, PreparedPrompt] | None] = None
-    tick: float = 0.0  # the coordinator hears the time with every event, and every so many seconds; 0: never
+    tick: float = 0.0  # the coordinator hears the time with every event, and every `tick` seconds; 0: never
     # (degree) -> the new engines, awake, of `degree` devices each, as many as the devices make. They serve the oldest
-    # weights that any engine served before. No request runs meanwhile. None: the engines never change.
+    # weights that any engine served before. No request runs during the call. None: the engines never change.
     set_parallelism: Callable[[int], Awaitable[Sequence[Engine]]] | None = None
-    colocated: bool = False  # engines sleep while the trainer's own devices compute, until they get new weights
+    colocated: bool = False  # engines sleep from the trainer's computation until they get new weights
 
     def __post_init__(self, prepared: Mapping[int, PreparedPrompt] | None) -> None:
         """`prepared` are the prompts, by draw, that a resumed coordinator has in its books."""
         self.engines = tuple(self.engines)
         self._preempted = 0  # preemptions on all engines, at the end of the last step
-        self._prepared = dict(prepared or {})  # by draw, while the prompt is in flight
+        self._prepared = dict(prepared or {})  # the prompts in flight, by draw
         self._events: asyncio.Queue[messages.Event] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._running: set[asyncio.Task[None]] = set()
         self._submitting = asyncio.Lock()
-        self._streams: dict[str, tuple[Engine, asyncio.Task[None]]] = {}  # by request id, while they are open
+        self._streams: dict[str, tuple[Engine, asyncio.Task[None]]] = {}  # open streams by request id
         self._asleep: set[int] = set()  # engines that sleep: lent, or colocated and without new weights
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="trainer")
-        self._engine_error: EngineError | None = None  # the last error, as the cause when the coordinator gives up
+        self._engine_error: EngineError | None = None  # an engine's last error: the cause if the coordinator gives up
         self._compiled = time.perf_counter()  # the end of the last compilation in the timeline
-        self._reports: list[StepReport] = []  # of steps trained, not yet published
+        self._reports: list[StepReport] = []  # of steps whose weights are not published yet
         self._weights: dict[int, Mapping[str, Any]] = {}  # by version, from the coordinator's version on
 
     async def run(self) -> messages.Finish:
@@ -81,7 +81,7 @@ class Runtime:
                 await self._serve()
         except BaseExceptionGroup as failures:
             error = first_of(failures)
-            raise error from error.__cause__  # its own cause, not the group around it
+            raise error from error.__cause__  # keeps the error's own cause
         finally:
             self._thread.shutdown()
         finish = self.coordinator.finished
@@ -89,8 +89,8 @@ class Runtime:
         return finish
 
     def request_stop(self, reason: str = "stopped", *, failed: bool = False) -> None:
-        """Ends the run at the next step boundary, with a checkpoint; if it `failed`, `run` then raises `RunGivenUp` for
-        this reason. From any thread, also before `run`."""
+        """Ends the run at the next step boundary, with a checkpoint. With `failed`, `run` then raises `RunGivenUp` for
+        this reason. May be called from any thread, also before `run`."""
         event = messages.StopRequested(reason, failed)
         if self._loop is None:
             self._post(event)
@@ -158,7 +158,7 @@ class Runtime:
 
     @_carry_out.of(messages.Generate)
     async def _generate(self, order: messages.Generate) -> None:
-        """Pauses the engines until every request is queued, so that only the order of requests decides what they
+        """Pauses the engines until every request is queued, so that only the order of requests decides what the engines
         compute."""
         prepared, step = [self._prepared[request.prompt.draw] for request in order.requests], self._step
         engines = [self.engines[number] for number in sorted({request.engine for request in order.requests})]
@@ -258,7 +258,7 @@ class Runtime:
                 try:
                     return await engine.sleep()
                 except EngineError:
-                    if not self.colocated:  # the engine keeps its memory; its devices are idle all the same
+                    if not self.colocated:  # the engine keeps its memory, but its devices are idle
                         return
                     if engine not in [busy for busy, _ in self._streams.values()]:
                         raise
@@ -384,7 +384,7 @@ class Runtime:
     # --- ways to work ---------------------------------------------------------------------------
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        """Runs `work` in the trainer's thread. When cancelled, waits for its end: no work outlives the run."""
+        """Runs `work` in the trainer's thread. When cancelled, waits until `work` ends: no work outlives the run."""
         job = self._thread.submit(work, *args)
         future = asyncio.wrap_future(job)
         try:

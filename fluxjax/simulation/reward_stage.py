@@ -1,11 +1,11 @@
 """The reward stage of a simulated cluster: rules, sandboxes and judges, each a queue in front of some workers.
 
 `SimulationConfig.rewards` sets when scoring begins and how long it may take: verl's way, Flexes' asynchronous rewards,
-or its reward scheduler (section 4.3). With the scheduler:
+or Flexes' reward scheduler (section 4.3). With the scheduler:
 
-- A sandbox is stopped after min(max(2 s, 1.5 times the anchor), 30 s). The anchor is the longest run of a right
-  response so far, to the same prompt, or, if it has no right response yet, to any prompt.
-- Each GPU of an engine has a judge. The cost of sharing is left out: by the paper neither engine nor judge fills a
+- A sandbox is stopped after min(max(2 s, 1.5 times the anchor), 30 s). A prompt's anchor is the longest sandbox run of
+  its correct responses so far. A prompt without a correct response has the largest anchor of all prompts.
+- Each GPU of the cluster has a judge. The cost of sharing is left out: by the paper neither engine nor judge fills a
   GPU, and streaming the judge's layers from host memory costs little.
 """
 
@@ -23,11 +23,11 @@ from .hardware import SANDBOX_LIMIT
 from .options import Rewards, SimulationConfig
 from .workload import Samples
 
-LEAST, RELAXED = 2.0, 1.5  # the least seconds of a sandbox; the factor on the anchor
+LEAST, RELAXED = 2.0, 1.5  # the least time limit of a sandbox, in seconds; the factor on the anchor
 
 
 class Servers:
-    """`count` servers that take jobs in the order of submission."""
+    """A queue in front of `count` servers, which take jobs in the order of submission."""
 
     def __init__(self, count: int) -> None:
         self._free = [0.0] * count
@@ -56,12 +56,12 @@ class Scoring:
         workers = {"math": settings.rules, "code": settings.sandboxes, "judge": judges}
         self._servers = {task: Servers(count) for task, count in workers.items()}
         self._anchors: dict[str, float] = {}  # by id of the prompt: seconds
-        self._anchor = 0.0  # the largest anchor
+        self._anchor = 0.0  # the largest anchor; 0: no response was correct yet
         self._held: list[Callable[[], None]] = []
         self.timed_out = 0
 
     def score(self, request: Request, response: Response, samples: Samples, tokens: int, step: int) -> None:
-        """Scores a response, now or after the rollout; `tokens` counts the tokens of prompt and response."""
+        """Scores a response: now or, if rewards are synchronous, after the rollout. `tokens` includes the prompt."""
         if self.settings.rewards is Rewards.SYNCHRONOUS:
             self._held.append(partial(self._score, request, response, samples, tokens, step))
         else:

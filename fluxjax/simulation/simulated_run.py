@@ -24,7 +24,7 @@ def make_cluster(config: SimulateConfig, watch: Watch | None = None) -> Cluster:
 
 
 def run(cluster: Cluster) -> None:
-    """Runs `cluster.run()` without garbage collection: it makes no objects that refer to each other in a circle."""
+    """Runs `cluster.run()` without garbage collection: a simulation makes no reference cycles."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -71,7 +71,8 @@ def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
 
 
 def _step_times(records: Sequence[StepRecord]) -> dict[str, dict[str, float | int]]:
-    """Returns mean and median seconds of all steps, and of short and long rounds if the policy has them."""
+    """Returns the statistics of `_times` for all steps, and for each kind of round if the policy has short and long
+    rounds."""
     kinds = {"all": records} if records else {}
     kinds |= {kind: [r for r in records if r.round == kind] for kind in dict.fromkeys(r.round for r in records) if kind}
     return {kind: _times(some) for kind, some in kinds.items()}
@@ -97,7 +98,7 @@ _EVERY = 5.0  # seconds between two lines
 
 
 class ProgressLine:
-    """Prints a line on standard error every few seconds. Call it with every message of a run and the message's time."""
+    """Prints a line on standard error every few seconds. Called with the simulated time and every message of a run."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps

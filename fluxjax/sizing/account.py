@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 GIB = 2.0**30
-# Kinds that FSDP does not cut: each engine has its own. Layers with Gated DeltaNet have states, one a slot.
+# The kinds of bytes that an engine has. FSDP does not cut them. Layers with Gated DeltaNet have one state a slot.
 ENGINE, CACHE, STATES = "engine weights", "KV cache", "states"
 
 
 def in_gib(size: float) -> str:
-    """Returns bytes as GiB in words; sizes below 1 GiB have three digits."""
+    """Returns a size in bytes as text in GiB; a size below 1 GiB has three significant digits."""
     return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.3g}"
 
 
@@ -22,9 +22,9 @@ class Account:
     are the bytes of each program, by name."""
 
     resident: Mapping[str, float]
-    gradients: float  # gradients of a step, summed over its microbatches
+    gradients: float  # the sum of the microbatches' gradients, as one set of arrays
     batch: float
-    largest_weight: float  # a stack of layers as it is handed to an engine
+    largest_weight: float  # the largest weight, a stack of layers, in the form in which engines are handed weights
     temporaries: Mapping[str, float]
     results: Mapping[str, float]
     copies: float = 0.0  # weights in the dtype of the computation, as microbatches read them
@@ -32,8 +32,8 @@ class Account:
     servers: float = 0.0  # memory of servers on the same device while they are awake; training then waits
 
     def phases(self) -> dict[str, dict[str, float]]:
-        """Returns bytes by phase and kind. With rollout servers, `temporaries` lacks the engines' programs, and the
-        result lacks their phases."""
+        """Returns bytes by phase and kind. With rollout servers, `temporaries` lacks `prefill` and `decode`, and the
+        result lacks these phases."""
 
         def held(more: Mapping[str, float]) -> dict[str, float]:
             return {kind: size for kind, size in {**self.resident, **more}.items() if size}
@@ -72,18 +72,18 @@ class Account:
         return dataclasses.replace(self, temporaries={**self.temporaries, program: max(size, 0.0)})
 
     def with_cache(self, share: float) -> Account:
-        """Returns the account with `share` of the tokens in the caches."""
+        """Returns the account for caches with `share` times as many tokens."""
         return dataclasses.replace(self, resident={**self.resident, CACHE: share * self.resident[CACHE]})
 
     def with_slots(self, share: float) -> Account:
-        """Returns the account with `share` of the slots. Each slot keeps its part of the cache and its state, which a
-        round of decoding reads and writes."""
+        """Returns the account for engines with `share` times as many slots: caches, states and the temporaries of
+        decoding change in proportion."""
         states = share * self.resident.get(STATES, 0.0)
         account = dataclasses.replace(self, resident={**self.resident, STATES: states}).with_cache(share)
         return account.with_temporaries("decode", share * self.temporaries["decode"])
 
     def with_devices(self, factor: float) -> Account:
-        """Returns the account on `factor` times as many devices: arrays that FSDP cuts become smaller."""
+        """Returns the account for `factor` times as many devices. Arrays that FSDP cuts become smaller."""
         uncut = (ENGINE, CACHE, STATES)
         resident = {kind: size if kind in uncut else size / factor for kind, size in self.resident.items()}
         sizes = {name: getattr(self, name) / factor for name in ("gradients", "copies", "merged")}
@@ -95,15 +95,15 @@ class Account:
 class RowGrowth:
     """The growth of a program's temporaries with the tokens of a row: a straight line through two compiled lengths."""
 
-    tokens: int
+    tokens: int  # tokens of a row in the account that is given to the methods
     slope: float  # bytes a token
 
     def account(self, account: Account, tokens: int) -> Account:
-        """Returns the account with rows of `tokens` tokens."""
+        """Returns the account for rows of `tokens` tokens."""
         more = (tokens - self.tokens) * self.slope
         account = account.with_temporaries("accumulate", account.temporaries["accumulate"] + more)
         share = tokens / self.tokens
-        scored = account.temporaries["logprobs"] * max(share, 1.0)  # the part that does not grow is unknown
+        scored = account.temporaries["logprobs"] * max(share, 1.0)  # the part that does not shrink is unknown
         return dataclasses.replace(account.with_temporaries("logprobs", scored), batch=share * account.batch)
 
     def largest(self, account: Account, usable: float, step: int = 256) -> int:

@@ -1,5 +1,5 @@
-"""The pre-flight itself: compiles a run's programs, adds up a device's memory, and says whether the run fits, or which
-changes of settings would make it fit, each with the memory that the run would then need."""
+"""The pre-flight: compiles a run's programs, adds up a device's memory, and says whether the run fits. If it does not,
+says which changes of settings would make it fit, and how much memory the run would need with each change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .run_programs import (
 )
 
 LEAST_SLOTS = 8
-REMATS = (Remat.NONE, Remat.DOTS, Remat.LAYER, Remat.OFFLOAD)  # from the fastest to the least memory
+REMATS = (Remat.NONE, Remat.DOTS, Remat.LAYER, Remat.OFFLOAD)  # the fastest first, the one of least memory last
 PROGRAMS = ("accumulate", "update", "logprobs", "prefill", "decode")
 
 
@@ -77,13 +77,13 @@ class Verdict:
 
     @property
     def attention(self) -> dict[str, str]:
-        """The kernels of attention that were compiled, by program: `triton`, or `portable` throughout."""
+        """The kernels of attention in each compiled program: `triton`, or `portable` if no kernel is Triton's."""
         attending = {name: program for name, program in self.programs.items() if name != "update"}
         return {name: "triton" if program.triton else "portable" for name, program in attending.items()}
 
     @property
     def offloaded(self) -> float:
-        """Bytes of activations of a device that lie in the host's memory."""
+        """The most bytes of a device's temporaries that a program keeps in the host's memory."""
         return max(program.offloaded for program in self.programs.values())
 
     def answer(self) -> list[str]:
@@ -154,11 +154,12 @@ def check(
     """Compiles the largest shape of each program for `devices`, each of which has `room`.
 
     Programs of `layers` decoder layers, and of twice as many, are compiled, and sizes for all layers are extrapolated
-    along a straight line; if `layers` is 0 or at least half of the model's, programs of all layers are compiled. A
-    model with layers of several kinds gets a multiple of its `attention_interval`, at least twice the interval: a loop
-    over one period would be written out, and its memory is not that of a loop. With `sharding.remat` auto, the first of
-    `REMATS` that fits is taken. Without `longest_row`, a run that fits is compiled no further. `RunShapes.of` describes
-    `never_sampled`. Raises ConfigError for settings that can't work.
+    along a straight line. If `layers` is 0 or at least half of the model's, programs of all layers are compiled. For a
+    model with layers of several kinds, `layers` is rounded up to a multiple of `attention_interval`, at least twice the
+    interval: a loop over a single interval would be written out, which needs other memory. With `sharding.remat` auto,
+    the first of `REMATS` with which `accumulate` fits is taken, else the last. Without `longest_row`, the longest row
+    of a run that fits is not computed. `RunShapes.of` describes `never_sampled`. Raises ConfigError for settings that
+    can't work.
     """
     depth = model.text.num_layers
     period = model.text.attention_interval  # only multiples of it have the model's mixture of layers
@@ -210,14 +211,15 @@ def check(
 def _rows(
     run: RunShapes, few: int, first: Mapping[str, Compiled], programs: Mapping[str, Compiled], progress: Progress
 ) -> RowGrowth:
-    """Measures the growth of temporaries with a row, from rows of twice the configured length in `few` layers."""
+    """Measures the growth of temporaries with the tokens of a row. Compiles `few` layers for rows of twice the
+    configured length."""
     tokens = run.config.packing.tokens_per_row
     longer = copy.deepcopy(run.config)
     longer.packing.tokens_per_row = 2 * tokens
     fewer = RunShapes.of(longer, with_layers(run.model, few), run.devices)
     grown = fewer.compiled(["accumulate"], progress)["accumulate"].temporaries
     slope = (grown - first["accumulate"].temporaries) / tokens
-    # The other layers' temporaries grow with the row, too, but for their gradients.
+    # The temporaries of further layers grow with the row, too, except their gradients.
     further_layers = programs["accumulate"].temporaries - first["accumulate"].temporaries
     further_layers -= (run.copies or run.trained) - (fewer.copies or fewer.trained)
     return RowGrowth(tokens, slope + max(further_layers, 0.0) / tokens)
@@ -246,8 +248,8 @@ def with_remat(config: Config, remat: Remat) -> Config:
 
 
 def changes(run: RunShapes, rows: RowGrowth, usable: float, few: int, progress: Progress) -> list[Change]:
-    """Returns the changes of settings that may make the run fit, in the order in which they are tried. A change that
-    needs a program compiles it with `few` layers."""
+    """Returns the changes of settings that may make the run fit, in the order in which they are tried. `less_kept`
+    compiles a program for each rematerialisation that it tries, of `few` layers and of twice as many."""
     config = run.config
 
     @functools.cache

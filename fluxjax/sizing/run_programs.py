@@ -1,4 +1,4 @@
-"""A run's programs, compiled for devices that this machine may lack, and the bytes that each allocates and sends.
+"""A run's programs, compiled for devices that this machine may lack, and the bytes that a program allocates and sends.
 
 Arguments are shapes with shardings, so that nothing is allocated. Only the largest shape of each program is compiled.
 """
@@ -34,9 +34,9 @@ from .account import ENGINE, in_gib
 from .largest import largest_batch, longest_prompt
 from .schedule import CollectiveTraffic, traffic
 
-# A call of a kernel of `sharding/kernels/flash_kernels.py`, as jax-triton (0.4: the second name) and `launch` name it.
+# A call of a kernel of `sharding/kernels/flash_kernels.py`, as jax-triton (0.4: with `_ffi`) and `launch` name it.
 ATTENTION_CALL = re.compile(r'custom_call_target="triton_kernel_call(?:_ffi)?".*[/(]flash_kernels_\w+\)*/')
-UNTILED = "Couldn't find output tile sizes"  # XLA's words for such a kernel, openxla/xla pull request 36792
+UNTILED = "Couldn't find output tile sizes"  # XLA's words in the failure that `Compiled.of` avoids (openxla/xla 36792)
 Progress = Callable[[str], None]  # takes the name of the program that is compiled next
 
 
@@ -50,7 +50,7 @@ class Compiled:
     traffic: Mapping[str, CollectiveTraffic]  # by kind of collective
     seconds: float  # seconds of compiling
     offloaded: float  # temporaries in the host's memory
-    # whether it launches the Triton kernels of attention; else attention is portable
+    # whether the program launches the Triton kernels of attention; else its attention is portable
     triton: bool = dataclasses.field(metadata={"static": True})
 
     @staticmethod
@@ -71,7 +71,7 @@ class Compiled:
         return Compiled(temporaries, results, traffic(hlo), seconds, offloaded, bool(ATTENTION_CALL.search(hlo)))
 
     def either(self, following: Compiled) -> Compiled:
-        """Returns sizes that suffice for this program and a following program; they never run at the same time."""
+        """Returns sizes that suffice for this program and a following program, which never run at the same time."""
         return dataclasses.replace(
             self,
             temporaries=max(self.temporaries, following.temporaries),
@@ -102,7 +102,7 @@ class RunShapes:
     learner: Learner
     batch: TrainBatch  # on the mesh
     engine: EngineArrays
-    critic: Critic | None = None  # its programs need less than the learner's: they have no logits
+    critic: Critic | None = None  # its programs have no logits, and need less than the learner's
 
     @staticmethod
     def of(
@@ -114,7 +114,8 @@ class RunShapes:
     ) -> RunShapes:
         """Returns the shapes of a run. `never_sampled` are tokens that engines never generate; by default the tokens
         that stand for media. `usable` bytes of a device bound its engines' caches, as in the run. Raises ConfigError
-        for settings whose programs can't be compiled ahead, and for batches that no device holds."""
+        for settings whose programs can't be compiled ahead, for batches that no device holds, and for servers without
+        room."""
         if isinstance(config.sharding.strategy, ODC):
             raise ConfigError(
                 "sharding.strategy is odc, which makes a program of each layer; the pre-flight does not compile these: "
@@ -153,14 +154,15 @@ class RunShapes:
         return -(-engine_count(self.config, self.devices) * self.config.parallelism.degree // len(self.devices))
 
     def servers(self, usable: float) -> float:
-        """Returns the bytes of a device that rollout servers have while they are awake, out of `usable` bytes."""
+        """Returns the bytes of a device that colocated servers have while they are awake, out of `usable` bytes; 0
+        without such servers."""
         servers = self.config.servers
         if self.engines_a_device or not servers.colocated:
             return 0.0
         return SERVER_MEMORY * max(usable - sum(self.resident().values()), 0.0)
 
     def check_servers(self, usable: float) -> None:
-        """Raises ConfigError if a server on these devices has no room for its weights and one sequence."""
+        """Raises ConfigError if a colocated server has no room for its weights and one sequence."""
         config, share = self.config, self.servers(usable)
         longest = pages_for(config.rollout.max_sequence_tokens) / self.engine.cache.k_LCKSH.shape[1]
         cache, states = cache_bytes(self.engine)
@@ -180,14 +182,14 @@ class RunShapes:
     @property
     def copies(self) -> float:
         """The bytes on the fullest device of the weights that are cast for a step; 0 if microbatches read the master
-        weights. The gradients of a microbatch have their dtypes."""
+        weights."""
         gradients, params = self.learner.gradients, self.learner.params
         return bytes_on_device(gradients.copies(params)) if gradients.strategy.copied else 0.0
 
     def resident(self) -> dict[str, float]:
         """Returns the bytes on the fullest device of all arrays that stay through a step, without caches, by kind."""
         params, settings, critic = self.learner.params, self.config.algorithm, self.critic
-        reference = params if settings.reference else self.learner.trained(params)  # it shares frozen weights
+        reference = params if settings.reference else self.learner.trained(params)  # else frozen weights are shared
         return {
             "master weights": bytes_on_device(params),
             "moments": bytes_on_device(self.learner.opt_state),
@@ -197,7 +199,7 @@ class RunShapes:
         }
 
     def compiled(self, names: Sequence[str], progress: Progress) -> dict[str, Compiled]:
-        """Compiles the programs of these `names`: of `accumulate`, `update`, `logprobs`, `prefill` and `decode`."""
+        """Compiles the programs `names`, which are among `accumulate`, `update`, `logprobs`, `prefill` and `decode`."""
         lowered: dict[str, jax.stages.Lowered] = {}
         with compiling_for(Target.of(self.devices[0])):
             if {"accumulate", "update", "logprobs"} & set(names):
@@ -249,7 +251,7 @@ def cache_tokens(config: Config) -> int:
 def engine_arrays(
     config: Config, model: Decoder, devices: Sequence[Any], degree: int = 0, kv_tokens: int = 0
 ) -> EngineArrays:
-    """Returns the arrays of an engine of `degree` devices with a cache of `kv_tokens` (0: as configured)."""
+    """Returns the arrays of an engine of `degree` devices with a cache of `kv_tokens` (0 of either: as configured)."""
     rollout, dtype = config.rollout, config.model.compute_dtype.value
     kept = kv_tokens or rollout.kv_tokens
     pace = EngineLimits.pace(devices[0], rollout.steps_per_sync)

@@ -2,14 +2,14 @@
 
 FFmpeg decodes a cut-off file as a shorter video and reports no error. An incomplete last packet, or the damaged frames
 that follow from it, show the cut in every format. Matroska, FLV and IVF files declare their length; transport streams
-consist of packets of one size. The other formats declare no length (transport and program streams, bare streams) or
-often a wrong one (AVI): there, a file that was cut between two packets looks complete.
+consist of packets of one size. Transport and program streams and bare streams declare no length, AVI files often a
+wrong length: such a file looks complete if it was cut between two packets.
 
-A decoder that begins in the middle of a stream must give the same frames as a decoder that began at its start. A
-container's own mark of a key frame doesn't promise the same frames. The mark may stand where a step-by-step refresh of
-the picture begins (H.264's recovery points), parameters for decoding may stand only once, further ahead, and the mark
-may be wrong. Sources: ITU-T H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9 bitstream specification (6.2),
-the AV1 specification (5.3 to 5.9), ISO/IEC 13818-2 and 14496-2 (6.2).
+A decoder that begins in the middle of a stream must give the same frames as a decoder that began at the stream's start.
+A container's own mark of a key frame doesn't promise the same frames. The mark may stand where a step-by-step refresh
+of the picture begins (H.264's recovery points). Parameters for decoding may stand only once, earlier in the stream. The
+mark may be wrong. Sources: ITU-T H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9 bitstream specification
+(6.2), the AV1 specification (5.3 to 5.9), ISO/IEC 13818-2 and 14496-2 (6.2).
 """
 
 import itertools
@@ -49,8 +49,8 @@ TS_PACKET, TS_SYNC = 188, b"G"  # bytes of a transport stream's packet, and the 
 START = b"\0\0\1"  # start of a unit of a bytestream
 SEQUENCE, PICTURE = b"\0\0\1\xb3", b"\0\0\1\0"  # start codes of MPEG-1 and -2
 INTRA = 1  # MPEG's type of a picture that depends on no other
-# FFmpeg decodes streams of old x264 builds as these builds meant them: up to 33 their direct prediction, up to 151
-# their 4:4:4. It reads the build from a note in the first frame, which a decoder that begins later doesn't see.
+# FFmpeg decodes streams of old x264 builds in other ways: direct prediction of builds up to 33, 4:4:4 of builds up to
+# 151. It reads the build from a note in the first frame, which a decoder that begins later doesn't see.
 X264 = re.compile(rb"x264 - core (\d+)")
 X264_DIRECT, X264_444 = 33, 151
 
@@ -115,7 +115,7 @@ class Ending:
         self._says_length = not SAYING_LENGTH.isdisjoint(container.format.name.split(","))
         self._transport = container.format.name == "mpegts"
         self._declared = (container.duration or 0) / 1e6  # seconds
-        self._seconds = {stream.index: float(stream.time_base or 0) for stream in container.streams}  # a tick's seconds
+        self._seconds = {stream.index: float(stream.time_base or 0) for stream in container.streams}  # seconds a tick
         self._reached = 0.0  # seconds at which the last packet of any stream ends, sound and subtitles included
         self._incomplete: dict[int, bool] = {}  # by stream: whether its last packet is incomplete
 
@@ -145,15 +145,15 @@ class Ending:
         return ""
 
     def _slack(self, times: list[int | None]) -> float:
-        """Seconds by which the last packet may end before the declared end. Its duration may be unknown, and may be as
-        long as the longest time between two frames."""
+        """Seconds by which the last packet may end before the declared end. The packet's duration may be unknown, and
+        as long as the longest time between two frames."""
         known = sorted(time for time in times if time is not None)
         longest = max((b - a for a, b in itertools.pairwise(known)), default=0)
         return max(2 * longest * self._seconds[self._stream], TOLERANCE * self._declared)
 
 
 def _ends_within_packet(file: OpenFile) -> bool:
-    """Says whether another packet begins behind the last complete packet; bytes of other kinds begin differently."""
+    """Says whether a packet begins behind the last complete packet, by the first byte there."""
     size = file.seek(0, 2)
     file.seek(0)
     begin = file.read(1)
@@ -162,7 +162,7 @@ def _ends_within_packet(file: OpenFile) -> bool:
 
 
 def is_shown(packet: Packet, codec: str) -> bool:
-    """Says whether decoding a packet gives a frame; `codec` is FFmpeg's name."""
+    """Says whether decoding a packet gives a frame; `codec` is FFmpeg's name of the codec."""
     if packet.size == 0 or packet.is_discard:  # an empty packet flushes; a discarded one is outside an edit list
         return False
     return codec != "vp8" or bool(bytes(memoryview(packet)[:1])[0] >> 4 & 1)  # VP8 has frames that are never shown
@@ -172,7 +172,7 @@ class EntryPoints:
     """Finds the packets with which decoding can begin. From the time of such a packet on, every frame is the same as in
     a decoding from the start of the stream. Frames of an earlier time that follow the packet may differ.
 
-    A stream of a codec that this file can't read has no such packet: it is decoded from the start.
+    A stream of a codec that is not in `_UNITS` or `_ALONE` has no such packet: decoding begins at the stream's start.
     """
 
     def __init__(self, stream: VideoStream) -> None:
@@ -184,7 +184,7 @@ class EntryPoints:
         self._none = False
 
     def saw(self, packet: Packet) -> bool:
-        """Says whether decoding can begin with `packet`. Must get all packets, in file order."""
+        """Says whether decoding can begin with `packet`. Must be called with every packet of the stream, in order."""
         if self._none:
             return False
         if packet.has_sidedata("new_extradata") or packet.has_sidedata("param_change"):
@@ -200,7 +200,7 @@ class EntryPoints:
 
     def _begins(self, data: bytes) -> bool:
         """Says whether decoding can begin with this packet, for codecs whose packets consist of units. The packet must
-        repeat all units of parameters that came in packets so far; those in the header need no repetition."""
+        repeat all units of parameters that came in packets so far, but not the units in the header."""
         kind_of, says_how, is_entry = _UNITS[self._codec]
         told, entry = set(), False
         for unit in units(data, self._length_bytes()):
@@ -246,7 +246,8 @@ def units(data: bytes, length_bytes: int) -> Iterator[bytes]:
 
 
 def _mpeg_video(data: bytes) -> bool:
-    """Says whether a packet is an intra picture behind a sequence header; otherwise older matrices could apply."""
+    """Says whether a packet is an intra picture behind a sequence header. Without the header, matrices of an
+    earlier header could apply."""
     place = data.find(PICTURE)
     return data.startswith(SEQUENCE) and 0 < place < len(data) - 5 and data[place + 5] >> 3 & 7 == INTRA
 

@@ -1,7 +1,7 @@
-"""Decodes video files into sampled RGB frames and the time that they span, by PyAV, in one pass; or tells their facts.
+"""Decodes video files by PyAV: into sampled RGB frames and the time that the frames span, or into the video's facts.
 
-Headers may be wrong about the number and rate of frames. A pass therefore samples by the header's numbers; if
-they were wrong, it is repeated with counted numbers. Only sampled frames are converted and resized; none is kept.
+The first pass samples by the header's number and rate of frames. If the header is wrong, another pass samples by
+counted numbers. Only sampled frames are converted and resized; no frame is kept.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from .settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
 
 MAX_PASSES = 4
 UNKNOWN_RATE = 24.0  # frames a second of a video that does not say its rate, as in transformers
-SMALL_VIDEO = 640 * 360 * 120  # pixels in all; below it, starting threads costs more than they save
+SMALL_VIDEO = 640 * 360 * 120  # pixels of all frames; for fewer pixels, threads cost more than they save
 MAX_THREADS = 4
-# Gets (number of a sampled frame, count of sampled frames, its pixels `[height, width, 3]`, uint8, upright, resized).
+# Gets (number of a sampled frame, count of sampled frames, the frame as `[height, width, 3]`, uint8, upright, resized).
 Keep: TypeAlias = Callable[[int, int, np.ndarray], object]
 
 
@@ -39,7 +39,7 @@ def sample_indices(
     """Indices of the frames to sample among `total` frames of `seconds`, spread as in `Qwen2VLVideoProcessor`; or with
     `timed` as in `Qwen3VLVideoProcessor`, which samples the last frame, too, and any number of frames.
 
-    Raises ValueError if the setting asks for more frames than there are, or for a rate while `seconds` is None.
+    Raises ValueError if `total` is 0, and if `frames` has more frames than `total`, or a rate while `seconds` is None.
     """
     if total < 1:
         raise ValueError("has no frames")
@@ -55,7 +55,7 @@ def sample_indices(
             return _to_the_last(total, min(max(int(total / (total / seconds) * frames.fps), frames.min_frames), most))
         most = min(frames.max_frames, total) // temporal_patch * temporal_patch
         count = int(min(max(seconds * frames.fps, frames.min_frames), most, total)) // temporal_patch * temporal_patch
-        count = max(count, 1)  # transformers divides by zero for a single frame; here it becomes a pair of equal frames
+        count = max(count, 1)  # a single frame becomes a pair of equal frames, while transformers divides by zero
     else:
         count = total
     if count > total:
@@ -71,8 +71,8 @@ def _to_the_last(total: int, count: int) -> np.ndarray:
 
 
 def pair_times(indices: np.ndarray, total: int, seconds: float | None, temporal_patch: int) -> tuple[float, ...]:
-    """The time of each frame pair in seconds, rounded to tenths, if the frames of `indices` were sampled among `total`
-    frames of `seconds`: the mean of its first and its last frame's times, as in `Qwen3VLProcessor`."""
+    """The time of each frame pair in seconds, rounded to tenths: the mean of the times of the pair's first and last
+    frames, as in `Qwen3VLProcessor`. The frames `indices` were sampled among `total` frames of `seconds`."""
     rate = total / seconds if seconds else UNKNOWN_RATE
     filled = np.append(indices, np.repeat(indices[-1:], -len(indices) % temporal_patch)).tolist()
     times = [index / rate for index in filled]
@@ -89,7 +89,7 @@ def seconds_per_grid(seconds: float | None, frames: int, temporal_patch: int) ->
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """The frames that were sampled, the duration of their video, and whether they can be found again by their time."""
+    """The frames that were sampled, the duration of their video, and whether a frame can be found again by its time."""
 
     indices: np.ndarray  # indices of the sampled frames in the file
     total: int  # the number of frames in the file
@@ -111,9 +111,9 @@ class VideoReader:
     def read(self, keep: Keep) -> Sampling:
         """Decodes, samples and resizes the video, and gives `keep` one sampled frame after the other.
 
-        A first frame that comes again voids all frames before it: the header was wrong about the frames, and sampling
-        begins anew. Raises MediaError if the frames would not be right, as in a file that was cut off, or if the
-        video exceeds `limits`. All frames are void then.
+        If `keep` gets a first frame again, all frames before it are void: the header was wrong about the frames, and
+        sampling begins anew. Raises MediaError if the frames would not be right, as in a file that was cut off, or if
+        the video exceeds `limits`. All frames are void then.
         """
         total, seconds, decoded = 0, None, False
         for _ in range(MAX_PASSES):
@@ -149,8 +149,8 @@ class VideoReader:
     def _decode(
         self, container: InputContainer, stream: VideoStream, indices: np.ndarray, total: int, keep: Keep
     ) -> tuple[int, float | None, bool]:
-        """Gives `keep` the frames of these indices; returns the number of all frames, their duration, and whether they
-        can be found again by their time."""
+        """Gives `keep` the frames of these indices. Returns the number of all frames, their duration in seconds, and
+        whether a frame can be found again by its time."""
         slots = {int(index): slot for slot, index in enumerate(indices)}
         size: tuple[int, int] | None = None
         times: list[int | None] = []  # one entry for every frame, as in `durations`
@@ -221,7 +221,7 @@ def too_many_frames(name: str, limits: DecodeLimits) -> MediaError:
 
 
 def rated(count: int, stream: VideoStream) -> float | None:
-    """The duration of `count` frames in seconds at the header's frame rate."""
+    """The duration of `count` frames in seconds at the header's frame rate; None if the header has no rate."""
     rate = stream.average_rate or stream.guessed_rate
     return float(count / rate) if rate else None
 
@@ -253,8 +253,8 @@ def video_size(
 
 
 def bounded(settings: PixelSettings, frames: FrameSettings, count: int, layout: PatchLayout) -> PixelSettings:
-    """The pixel bounds of a frame, or in a timed layout of a video. A cap (`FrameSettings.max_video_tokens`) lowers
-    them."""
+    """The pixel bounds of a frame or, in a timed layout, of all `count` frames. `FrameSettings.max_video_tokens`
+    changes the upper bound."""
     if not frames.max_video_tokens:
         return settings
     if layout.timed:
@@ -279,7 +279,7 @@ def _sorted(times: Sequence[int | None]) -> Sequence[int | None]:
 def span(
     times: Sequence[int | None], durations: Sequence[int], base: fractions.Fraction | None, at_rate: float | None
 ) -> float | None:
-    """The seconds from the first frame's start to the last frame's end, or None if nothing tells it.
+    """The seconds from the first frame's start to the last frame's end; None if they are unknown.
 
     Timestamps count if they are complete and increasing; else the frames' own durations, which a bare stream has
     from its parameter sets; else the header's rate (`at_rate`), which for a bare stream is the demuxer's guess.
@@ -330,8 +330,8 @@ def _first_frame(
 def _count(
     container: InputContainer, stream: VideoStream, begin: int | None, name: str, limits: DecodeLimits
 ) -> tuple[int, float | None]:
-    """Returns (number of frames, their duration in seconds), by the packets of the stream. Frames before `begin` do not
-    count: a recording that begins amid a group of pictures lacks the frames that they refer to."""
+    """Returns (number of frames, their duration in seconds), by the packets of the stream. Frames before the tick
+    `begin` do not count: they refer to frames that a recording may lack."""
     shown: list[tuple[int | None, int]] = []  # time and duration in ticks
     for packet in container.demux(stream):
         if is_shown(packet, stream.codec.canonical_name):

@@ -1,8 +1,8 @@
 """The files of a Qwen3.5 checkpoint, with or without a tower: `config.json`, and the names of all weights.
 
 SGLang needs three fields that transformers leaves out when it writes a config.json: `full_attention_interval`,
-`partial_rotary_factor` outside `rope_parameters`, and an empty `deepstack_visual_indexes`. A configuration has them
-from when it is read, so that exports have them, too.
+`partial_rotary_factor` outside `rope_parameters`, and an empty `deepstack_visual_indexes`. These fields are added when
+a configuration is read, so that exports have them, too.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def read_config(config: JsonObject) -> DecoderConfig:
 
 
 def _completed(config: JsonObject, text: TextConfig) -> JsonObject:
-    """The text settings, with those that SGLang reads."""
+    """The text settings, with the fields that SGLang needs."""
     return {**config, "full_attention_interval": text.attention_interval, SHARE: text.rotated}
 
 
@@ -105,8 +105,8 @@ def _read_text(config: JsonObject, outer: JsonObject) -> TextConfig:
 
 
 def _rotated(text: JsonObject, where: str) -> tuple[float, JsonObject]:
-    """(the share of a head that is rotated, the settings without this share); it may be beside the rotary settings or
-    among them."""
+    """Returns (the share of a head that is rotated, the settings without this share). The file may have the share
+    beside the rotary settings or among them."""
     result, found = dict(text), []
     for field in ("rope_parameters", "rope_scaling"):
         result[field] = dict(result.get(field) or {})
@@ -121,7 +121,7 @@ def _rotated(text: JsonObject, where: str) -> tuple[float, JsonObject]:
 
 
 def _interval(config: JsonObject, where: str) -> int:
-    """Every so-many-th layer attends. Raises ModelConfigError for `layer_types` in another order."""
+    """Returns n if every n-th layer has full attention. Raises ModelConfigError for `layer_types` in another order."""
     kinds = config.get("layer_types")
     interval = config.get("full_attention_interval", INTERVAL)
     if kinds:

@@ -1,4 +1,4 @@
-"""The heads of a layer of Gated DeltaNet (`sharding.kernels.delta`), for whoever needs sizes without JAX."""
+"""The heads of a layer of Gated DeltaNet (`sharding.kernels.delta`), in a module that does not import JAX."""
 
 import dataclasses
 

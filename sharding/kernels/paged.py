@@ -1,10 +1,10 @@
 """Attention of decoding over pages: a Triton kernel on NVIDIA GPUs, portable JAX elsewhere.
 
-Each sequence has one new token. Its query looks at the first `length` entries of the sequence's pages, which are read
-where they lie. The kernel reads as many pages as a sequence has entries for, and cuts a long sequence into parts that
-run side by side; the sums of all parts are combined at the end. The portable form gathers a block of pages of all
-sequences at a time, up to the longest sequence. An output depends on its own sequence alone, bit for bit: blocks and
-parts begin at entries that no other sequence decides.
+Each sequence has one new token, whose query looks at the first `length` entries of the sequence's pages. The kernel
+reads these pages in place, as many as a sequence has entries for. It cuts a long sequence into parts that run side by
+side; the sums of all parts are combined at the end. The portable form gathers a block of pages of all sequences at a
+time, up to the longest sequence. An output depends on its own sequence alone, bit for bit: blocks and parts begin at
+entries that no other sequence decides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ chosen = functools.partial(runs_triton, multiple=8, most=256)
 
 BLOCK = 64  # entries of a sequence that the portable form reads at a time
 PARTS = 16  # most parts of a sequence in the kernel
-LEAST_TILES = 4  # least tiles of a part: sums of a part take memory traffic, too
+LEAST_TILES = 4  # least tiles of a part, since the sums of a part take memory traffic, too
 MASKED = -1e30  # the score of an entry behind the sequence's end
 
 
@@ -37,14 +37,14 @@ def paged_attention(
 ) -> Float[Array, "B N H"]:
     """Grouped-query attention of a token over the first `length` (at least 1) entries of the pages in one layer.
 
-    Pages behind the last entry may be out of range. Scores, softmax and sums are float32. All entries of the pages
-    must be finite.
+    The numbers of pages behind the last entry may be out of range. Scores, softmax and sums are float32. All entries of
+    the pages must be finite.
     """
     return (_by_parts if chosen(q, k, v) else _by_blocks)(q, k, v, pages, length, layer)
 
 
 def gathered(x: Float[Array, "L C K S H"], pages: Int[Array, "B V"], layer: int) -> Float[Array, "B K T H"]:
-    """The entries of these pages in one layer, `T = V S`. An out-of-range page reads some other page."""
+    """The entries of these pages in one layer, `T = V S`. For a page number out of range, another page is read."""
     L, C, K, S, H = x.shape
     rows = x.reshape(L * C, K * S * H)  # CPUs gather plain rows fastest
     found = jnp.take(rows, jnp.minimum(pages, C - 1) + layer * C, axis=0, mode="clip")
@@ -81,8 +81,8 @@ def _by_blocks(q: Array, k: Array, v: Array, pages: Array, length: Array, layer:
 
 
 def tiling_of(dtype: Any, head: int) -> Tiling:
-    """The entries of a tile of the kernel. Page numbers are loaded one tile before keys and values, so that five stages
-    keep two tiles of keys and values in shared memory: 72 KB in bfloat16, of the 99 that each GPU has at least."""
+    """The kernel's tiling, by the entries of a tile. Page numbers are loaded one tile before keys and values. So five
+    stages keep two tiles of keys and values in shared memory: 72 KB in bfloat16, of at least 99 KB on each GPU."""
     narrow = head <= 128
     if jnp.dtype(dtype).itemsize == 4:
         return Tiling((32 if narrow else 16,), 4, 3)
@@ -113,7 +113,7 @@ def _by_parts(q: Array, k: Array, v: Array, pages: Array, length: Array, layer: 
         KEYS=keys,
         SCALE=H**-0.5,
     )
-    real = (jnp.arange(parts)[None, :] * part_tiles[:, None] < tiles[:, None])[:, :, None]  # others are not written
+    real = (jnp.arange(parts)[None, :] * part_tiles[:, None] < tiles[:, None])[:, :, None]  # empty parts are unwritten
     peaks = jnp.where(real, peaks, MASKED)
     fades = jnp.where(real, jnp.exp2(peaks - peaks.max(axis=1, keepdims=True)), 0.0)
     total = jnp.where(real, totals * fades, 0.0).sum(axis=1)

@@ -43,7 +43,8 @@ class _Failure:
 
     @contextlib.contextmanager
     def noting(self, what: Callable[[], str]) -> Iterator[None]:
-        """Records an error raised inside, so that no other thread waits for this thread. `what` describes the work."""
+        """Records an error raised in the block, so that no other thread waits for this thread. `what` describes the
+        work."""
         try:
             yield
         except BaseException as error:
@@ -83,8 +84,8 @@ class Task:
 class Worker:
     """Runs the task of device `number`; `read` returns the host arrays of a batch.
 
-    `place` describes the present step, `tally` is the sum of training's results, `results` are the results of forward
-    passes without training, by index of the batch.
+    `place` describes the present step. `tally` combines the results of all trained microbatches. `results` are the
+    results of forward passes without training, by index of the batch.
     """
 
     def __init__(
@@ -93,16 +94,16 @@ class Worker:
         self.number, self.device, self.task = number, device, task
         self.place = "its first microbatch"
         self.results: dict[int, PyTree] = {}
-        self.tally: tuple[jax.Array, Tally] | None = None  # like the results of a training program
+        self.tally: tuple[jax.Array, Tally] | None = None  # (loss, tally); None: nothing was trained
         self.seconds = 0.0
         self._check, self._read = check, read
         self._steps = 0  # steps dispatched so far
-        self._computing = collections.deque[tuple[int, Key, int, Sequence[jax.Array]]]()  # pushes: step, arguments
+        self._computing = collections.deque[tuple[int, Key, int, Sequence[jax.Array]]]()  # (step, push's arguments)
 
     def run(self, window: Window, push: Push) -> None:
         """Goes forward through each microbatch and, with `push(key, microbatch's number, rows)`, backward.
 
-        Gradients are pushed after they are computed: otherwise the owner, which works in order, would wait.
+        Gradients are pushed once they are computed: the owner's device works in order, and would wait for this device.
         """
         for number, index in enumerate(self.task.indices):
             microbatch = self.task.microbatches[index]
@@ -179,8 +180,8 @@ class Odc:
     layers). `deterministic` adds gradients in an order that depends only on the minibatch and the predicted work.
     `group` neighbouring devices (0: all) hold all parameters and gradients together (hybrid sharding). `links` connect
     this process with the other processes, if the run has several. While a minibatch runs, each device also holds its
-    part of the parameters in the compute dtype. `last_seconds` is each local device's time for its part of the last
-    minibatch, `idle` the seconds that a device then waited for the others, on average.
+    part of the parameters in the compute dtype. `last_seconds` has each local device's time for its part of the last
+    minibatch. `idle` is the mean time, in seconds, from the end of a local device's part to the minibatch's end.
     """
 
     last_seconds: dict[int, float]
@@ -195,7 +196,7 @@ class Odc:
         links: Links | None = None,
         read: Callable[[PyTree], PyTree] = lambda batch: batch,
     ) -> None:
-        """`read` returns the host arrays of a batch; workers' threads call it just before they need them."""
+        """`read` returns the host arrays of a batch; a worker's thread calls it just before it needs the arrays."""
         self.mesh, self._strategy = strategy.mesh, strategy
         self._deterministic = deterministic
         self._devices: list[Device] = list(self.mesh.devices.flat)
@@ -266,7 +267,8 @@ class Odc:
     def _run(
         self, params: Params, tasks: Sequence[Task], failure: _Failure, gradients: PushedGradients | None = None
     ) -> list[Worker]:
-        """Runs all tasks to the end of the minibatch, each on its own thread; without `gradients`, forward only."""
+        """Runs the tasks of this process's devices, each on its own thread, to the end of the minibatch. Without
+        `gradients`, goes forward only."""
         published, number = self._rows.publish(params), next(_numbers)
         trips = [task.itinerary(gradients is not None) for task in tasks]
         traffic = Traffic(self._rows, published, self._devices, self._local, self._links, number)

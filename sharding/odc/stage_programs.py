@@ -22,8 +22,9 @@ Whole = Callable[[Sequence[Row]], list[jax.Array]]  # rows of the owners -> comp
 class StagedMicrobatch(Program):
     """The program of batches of one shape, and the compiled programs of its steps: see `stages`.
 
-    `keys[i]` are the (unit, layer) of the weights of step `i`, `back` the steps of the backward pass in order, `pushes`
-    the keys of all gradients, in the order of their pushes. A device compiles a program at its first use.
+    `keys[i]` are the (unit, layer) of the weights of step `i`. `back` are the numbers of the steps of the backward pass
+    in order, `pushes` the keys of all gradients in the order of their pushes. A program is compiled at its first use on
+    each device.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class StagedMicrobatch(Program):
         }
 
     def forward(self, step: Step) -> Callable:
-        """The program `(rows, values, layer) -> (outputs, saved)`. `backward` needs `saved` beside the rows: every
-        value but complete weights, or the values that `remat` keeps, as in `Walk`."""
+        """The program `(rows, values, layer) -> (outputs, saved)`. `saved` is for `backward`: with `remat` none, every
+        value but complete weights, else the values that `remat` keeps, as in `Walk`."""
         return self._programs[step.stage, _forward]
 
     def backward(self, step: Step) -> Callable:
@@ -63,9 +64,9 @@ class StagedMicrobatch(Program):
 
 
 def _one_first(program: Callable) -> Callable:
-    """Lets one thread call `program` first and alone, if JAX caches compiled programs: other threads read the cache.
+    """If JAX caches compiled programs, lets one thread call `program` first and alone: other threads read the cache.
 
-    All devices reach a new program at about the same time; otherwise each thread would compile it.
+    All devices reach a new program at about the same time, so otherwise each thread would compile it.
     """
     if not jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         return program

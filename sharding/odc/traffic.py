@@ -1,18 +1,18 @@
 """Brings rows to workers and gradients to owners in one minibatch, between devices of this process and of others.
 
-An itinerary lists the weights that a device needs at each of its steps. A window fetches them in time and holds the
-weights of at most three steps: the dispatched step, the next step, and the step before, which may still be running.
+An itinerary lists the weights that a device needs at each of its steps. A window fetches the weights in time. A device
+holds the weights of at most three steps: the dispatched step, the next step, and the step before, which may still run.
 
-Processes send each other no requests. Each process knows the complete minibatch, and so the rows that other processes'
-devices will fetch, and their order. It offers these rows under numbers that both sides count up. It also knows the
-gradients that the others will push, and pulls these in their order. A worker that is many pushes ahead of an owner
-waits.
+Processes send each other no requests. Each process knows the complete minibatch, and so the rows that devices of other
+processes will fetch, and the order of the fetches. It offers these rows under numbers that both sides count up. Each
+process also knows the gradients that devices of other processes will push, and pulls these gradients in order. A worker
+that is many pushes ahead of an owner waits.
 
-Owners add gradients up. In arrival order a push is added at once, and two runs differ in the last bits. In a fixed
+Owners add gradients up. In arrival order a push is added at once, and two runs may differ in the last bits. In a fixed
 order a push waits for its key's pushes of all microbatches that the plan expects to end earlier. Few pushes wait if the
-expectation is right. The number of waiting pushes is bounded: a device with too many of them waits, too. This can't
-block all devices: the first microbatch in the order that is not added in full never waits, since its pushes are next
-and a fetch only reads.
+expectation is right. The number of waiting pushes is bounded: a device with too many waiting pushes waits, too. This
+can't block all devices. The device of the first microbatch in the order that is not added in full never waits, since
+the microbatch's pushes are next, and a fetch only reads.
 """
 
 import collections
@@ -31,7 +31,7 @@ from ..mesh import Device
 from .flat import ParameterRows
 
 Key = tuple[int, int]  # unit, layer
-Turn = tuple[int, int]  # device, number of its microbatch
+Turn = tuple[int, int]  # device, number of the microbatch on this device
 Row = tuple[jax.Array, ...]  # a unit's rows, one of each owner in order, on the device that fetched them
 Itinerary = Sequence[tuple[Key, ...]]  # the keys of the weights of each step of a device
 BOUND = 6  # the most pushes of a device that wait at an owner
@@ -39,20 +39,20 @@ _FETCH, _PUSH = 0, 1
 
 
 def held_at(itinerary: Itinerary, step: int) -> list[Key]:
-    """The keys of the weights that the window holds or fetches when this step is dispatched, for this step and the next
-    step. The program of the step before may still be running, and holds its own weights meanwhile."""
+    """The keys of the weights that the window holds or fetches when this step is dispatched: those of this step and of
+    the next step. The program of the step before may still run, and holds its weights meanwhile."""
     return list(dict.fromkeys(key for needs in itinerary[step : step + 2] for key in needs))
 
 
 def fetches(itinerary: Itinerary) -> list[list[Key]]:
-    """The keys that are fetched before each step; weights that two near steps share are fetched once. Owners in other
-    processes compute the same lists."""
+    """The keys that are fetched before each step. Weights that a step shares with one of the next two steps are fetched
+    once. Owners in other processes compute the same lists."""
     held = [held_at(itinerary, step) for step in range(len(itinerary))]
     return [[key for key in now if key not in before] for before, now in itertools.pairwise([[], *held])]
 
 
 class Window:
-    """Walks an itinerary. `fetch(key, count)` starts the `count`-th transfer, `ready` waits for fetched rows."""
+    """Walks an itinerary. `fetch(key, count)` starts the transfer number `count`, `ready` waits for fetched rows."""
 
     def __init__(
         self, itinerary: Itinerary, fetch: Callable[[Key, int], Row], ready: Callable[[Sequence[Row]], None]
@@ -65,7 +65,7 @@ class Window:
 
     def next(self) -> list[Row]:
         """Returns the rows of the next step, and starts the transfers for the step after it."""
-        if len(self._pending) > 1:  # waits for the device: dispatching ahead would hold ever more weights
+        if len(self._pending) > 1:  # waits for the device: further steps ahead would hold more weights
             jax.block_until_ready(self._pending.popleft())
         self._held = {key: self._held[key] for key in held_at(self._itinerary, self._step) if key in self._held}
         for key in self._fetches[self._step]:
@@ -161,9 +161,9 @@ def _sum(total: jax.Array, row: jax.Array) -> jax.Array:
 
 
 class Traffic:
-    """`published` are the rows of this minibatch, `devices` all devices in the order of the mesh, `local` the numbers
-    of this process's devices. `links` lead to the other processes (None: no transfers between processes); `number` is
-    the minibatch's number in the lifetime of the links."""
+    """The transfers of one minibatch. `published` are its rows, `devices` all devices in the order of the mesh, `local`
+    the numbers of this process's devices. `links` lead to the other processes (None: no transfers between processes);
+    `number` is the minibatch's number in the lifetime of the links."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class Traffic:
         return self._links.fetch(self._devices[source].process_index, name, [like], self._devices[device])[0]
 
     def _name(self, kind: int, client: int, count: int, owner: int) -> int:
-        """The key of a transfer, unique in the offering process. Raises ValueError if its 63 bits do not suffice."""
+        """The name of a transfer, unique in the offering process. Raises ValueError if 63 bits do not suffice."""
         name = 0
         for part, bits in ((self._number, 24), (kind, 1), (client, 10), (owner, 10), (count, 18)):
             if part >> bits:

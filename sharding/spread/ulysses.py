@@ -9,9 +9,9 @@ first round's tokens travel while unsharded sequences are computed, each further
 computed. The backward pass is written out and does the same, in the same order; a transposed forward pass would wait
 for every transfer.
 
-For the backward pass every round keeps what it received and what its gradient needs (attention: its output and the
-log-sum-exp): sending inputs a second time would double the traffic of that pass. To save this memory, wrap layers in
-`jax.checkpoint`.
+For the backward pass every round keeps the inputs that it received and what its gradient needs (attention: the output
+and the log-sum-exp). Sending inputs a second time would double the traffic of the backward pass. To save this memory,
+wrap layers in `jax.checkpoint`.
 
 Rounds can't deadlock. All devices run one program, so that all issue the same collectives in the same order. Columns,
 counts and tiles differ between devices, but they are data, and a device without a token in a round still exchanges its
@@ -85,9 +85,9 @@ def _wide(valid: Array, part: Array) -> Array:
 class HeadMixer(abc.ABC):
     """A kind of layer whose heads mix tokens independently of each other.
 
-    `heads` are those of the outputs; equally many of them read each of the `groups` (KV heads, key heads). A unit is a
-    group, or a copy of it, with its heads (see `Deal`). A stream has arrays `[S, units, ...]`: all tokens of a device
-    group, and the units of one device.
+    `heads` counts the heads of the outputs, `groups` the KV heads or key heads; equally many heads read each group. A
+    unit is such a group, or a copy of a group, with its heads (see `Deal`). A stream has arrays `[S, units, ...]`: all
+    tokens of the devices that share a round, and the units of one device.
     """
 
     heads: int
@@ -136,8 +136,8 @@ class HeadMixer(abc.ABC):
 def spread_attention(
     spread: Spread, segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], tile: int = 0, queries: Like = None
 ) -> Attention:
-    """`attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH` for the rows of a spread batch, inside a `shard_map` over at least
-    `spread.axes`; each device has one row (B = 1).
+    """Returns `attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH` for the rows of a spread batch, inside a `shard_map` over at
+    least `spread.axes`; each device has one row (B = 1).
 
     Views, gathered segments and tile lists, which all layers share, are computed here: call this function outside the
     scan over the layers, and `attend` in it. The mask is `sharding.kernels.attention.Mask` along the streams; padding
@@ -228,7 +228,7 @@ mixed.defvjp(_forward, _backward)
 
 
 def _row(columns: int, views: tuple[View, ...], parts: list[PyTree]) -> PyTree:
-    """The rows of `columns` tokens whose columns are those of the rounds' `parts`, and otherwise zero."""
+    """Rows of `columns` tokens: the `parts` of the rounds in their views' columns, and zeros elsewhere."""
     row = jax.tree.map(lambda part: jnp.zeros((columns, *part.shape[1:]), part.dtype), parts[0])
     for view, part in zip(views, parts, strict=True):
         row = jax.tree.map(view.write, row, part)
@@ -240,9 +240,9 @@ def _execute(
 ) -> tuple[list[PyTree], list[PyTree]]:
     """Sends each round's `[degree, budget, ...]` to its group, computes on the stream, and sends the results back.
 
-    Barriers fix the order in the program: no round's exchange starts before the exchange of the round ahead has
-    arrived, and no round is computed before all rounds ahead of it. The compiler only has to start an exchange as early
-    as barriers allow, together with the computation of the round before; on GPUs it does under
+    Barriers fix the order in the program: no round's exchange starts before the exchange of the previous round has
+    arrived, and no round is computed before all previous rounds. The compiler only has to start an exchange as early as
+    barriers allow, together with the computation of the previous round. On GPUs it does so under
     `mesh.compiler_options`. Operations are named `{phase}_round{j}_{send, verb, return}`.
     """
     back, kept = list(outgoing), list[PyTree](outgoing)
@@ -259,7 +259,7 @@ def _execute(
             return jax.tree.map(lambda part: part.reshape(views[j].degree, -1, *part.shape[1:]), result), keep
 
     arrived = exchange(sharded[0], outgoing[sharded[0]], "send") if sharded else None
-    done: dict[int, PyTree] = {}  # computed and not yet sent back
+    done: dict[int, PyTree] = {}  # results that are not sent back yet
     for j in alone:
         done[j], kept[j] = mix(j, outgoing[j])
     for place, j in enumerate(sharded):

@@ -6,18 +6,18 @@ One number, the async ratio, decides how many prompts are submitted. Prompts are
 
 (AReaL's bound on capacity, arXiv:2505.24298, section 5.1, with ratio * max_staleness for its eta). At ratio 0 this is
 the synchronous policy, instruction for instruction. After each step a PID controller moves the ratio so that the
-staleness of the trained data stays at its target. If staleness is far above the target, or more than `SYNC_INTERVAL`
-steps have passed without a barrier, a barrier lets all running responses end and be trained on before new prompts
-begin.
+staleness of the trained data stays at its target. A barrier follows if staleness is more than `TOLERANCE` above the
+target, or after more than `SYNC_INTERVAL` steps without a barrier: all running responses end and are trained on before
+new prompts begin.
 
-No token that is more than `max_staleness` versions old is trained on. Training waits for a group that would become too
-old by missing the step; a prompt that still became too old is generated again.
+No token that is more than `max_staleness` versions old is trained on. Training waits for an unfinished group that would
+otherwise become too old. A prompt whose group became too old is generated again.
 
-If there are more groups than a step needs, `compose` chooses among them (Flux, component 4): a pure function of
-groups, seed and step. Candidates are ordered: as drawn or, with `stalest`, stalest first; with `curriculum` easy groups
-first, with that order among equals. Then candidates are taken from each stratum in proportion to its size (`stratify`:
-strata by staleness; `diversity`: by source and kinds of media). With `lengths`, each stratum gives candidates about as
-long as the very first candidate. Groups that would soon be too old are taken before all others, so no group starves.
+If there are more groups than a step needs, `compose` chooses among them (Flux, component 4), as a pure function.
+Candidates are in draw order or, with `stalest`, stalest first. With `curriculum`, their order is random at the start of
+the run; at the end of the run, easy groups come first. Then candidates are taken from each stratum in proportion to its
+size (`stratify`: strata by staleness; `diversity`: by source and kinds of media). With `lengths`, each stratum gives
+groups about as long as the first candidate. Groups that would soon be too old are taken before all others.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from .rounds import Base, generate
 
 # Flux's constants.
 GAINS = {"kp": 0.1, "ki": 0.01, "kd": 0.05}  # gains of the ratio's controller
-RATIOS = 0.1, 0.9  # bounds of the controller's ratio; an initial ratio outside extends them
+RATIOS = 0.1, 0.9  # bounds of the controller's ratio; an initial ratio outside extends them, but 0 and 1 never change
 EMA = 0.9  # weight of the previous estimate of staleness in the next estimate
 TOLERANCE = 0.05  # a barrier is forced if staleness exceeds the target by more than this
 SYNC_INTERVAL = 10  # a barrier is forced after more steps than this without a barrier
@@ -45,7 +45,7 @@ KL_WEIGHT, VARIANCE_WEIGHT, GAP_WEIGHT = 0.4, 0.3, 0.3
 KL_NORMALIZER = 0.1  # nats that count as staleness 1
 VARIANCE_NORMALIZER = 2.0  # log1p of the variance of importance weights that counts as 1
 
-_CHOICE = 2  # candidates considered, with `lengths`, for each candidate that is taken
+_CHOICE = 2  # with `lengths`: candidates that are compared for each candidate that is taken
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,7 +64,7 @@ class AdaptiveAsync(Base):
         self._pid = Pid(ratio, low, high, kp=GAINS["kp"], ki=GAINS["ki"], kd=GAINS["kd"])
         self.staleness = 0.0  # moving average
         self.barriers = 0  # barriers forced so far
-        self.barrier = False  # no prompt begins until all running responses are trained on
+        self.barrier = False  # True: no prompt begins until all running responses are trained on
         self.since_sync = 0  # steps since the last barrier
         self.seen = -1  # the step whose metrics were observed last
 
@@ -88,7 +88,7 @@ class AdaptiveAsync(Base):
     # --- after a step ---------------------------------------------------------------------------
 
     def _observe(self, coordinator: Coordinator) -> None:
-        """Updates the ratio as Flux does, once after each step."""
+        """Updates the ratio as Flux does, and forces a barrier that is due, once after each step."""
         first, self.seen = self.seen < 0, coordinator.step
         if first:
             return
@@ -103,7 +103,7 @@ class AdaptiveAsync(Base):
             self.barriers += 1
 
     def _publish(self, coordinator: Coordinator) -> Sequence[Instruction]:
-        """Publishes new weights at once, to all engines; with `interrupt` off, to idle engines only."""
+        """Publishes new weights at once: to all engines with `interrupt`, else to idle engines only."""
         if PublishWeights in coordinator.awaiting or coordinator.served == coordinator.version:
             return []
         if self.settings.interrupt:
@@ -113,8 +113,8 @@ class AdaptiveAsync(Base):
         return [PublishWeights(coordinator.version, idle)] if idle else []
 
     def _boundary(self, coordinator: Coordinator) -> Sequence[Instruction]:
-        """Returns the evaluation, checkpoint or end that is due after a step. Engines run on; at the end and at a stop
-        their responses are parked first."""
+        """Returns the evaluation, checkpoint or end that is due after a step. Engines run on, but at the end and at a
+        stop all running responses are parked first."""
         ledger, awaiting = coordinator.ledger, coordinator.awaiting
         if awaiting.keys() & {Train, Evaluate, SaveCheckpoint, PublishWeights, DrawPrompts}:
             return []
@@ -175,7 +175,8 @@ class AdaptiveAsync(Base):
         return generate(coordinator, entries, size, size, keep=lambda entry: entry.born > oldest, engines=engines)
 
     def _usable(self, coordinator: Coordinator) -> list[int]:
-        """Returns the engines that get new requests: all, or only engines that already serve the newest weights."""
+        """Returns the engines that get new requests: with `interrupt` and a ratio above 0 all engines, else the engines
+        that serve the newest weights."""
         fleet = coordinator.fleet
         if self.ratio and self.settings.interrupt:
             return list(range(len(fleet)))
@@ -191,7 +192,7 @@ class AdaptiveAsync(Base):
         return {"pid": self._pid.state_dict()} | {name: getattr(self, name) for name in _SAVED}
 
     def load_state_dict(self, state: SavedState) -> None:
-        """Restores the ratio and the barriers; after another policy's state, this policy starts afresh."""
+        """Restores the ratio and the barriers. Ignores the state of another policy."""
         if "pid" not in state:
             return
         self._pid.load_state_dict(state["pid"])
@@ -250,12 +251,11 @@ def compose(
 ) -> tuple[Group, ...]:
     """Chooses `count` of `groups`; returns them in draw order.
 
-    A group of staleness `max_staleness - 1` or more could become too old in the next step, so it is taken first,
-    stalest groups before others. `prefer` names options of the module's docstring; without options, the other groups
-    are taken in draw order.
+    Groups that are `max_staleness - 1` versions old or older are taken first, the oldest before others. `prefer` names
+    options of the module's docstring; without options, the other groups are taken in draw order.
 
-    `version` is the trainer's, `progress` is the run's, in [0, 1]. Raises `ValueError` for fewer than `count` groups,
-    and for a group that is more than `max_staleness` versions old.
+    `version` is the version of the trainer's weights, `progress` the share of the run's steps that are done. Raises
+    `ValueError` for fewer than `count` groups, and for a group that is more than `max_staleness` versions old.
     """
     ordered = sorted(groups, key=lambda group: group.prompt.draw)
     if not 0 <= count <= len(ordered):
@@ -286,8 +286,8 @@ def _stratum(group: Group, age: int, prefer: Collection[str]) -> Hashable:
 
 
 def _easy_first(ranking: Sequence[int], hard: Sequence[float], progress: float, rng: np.random.Generator) -> list[int]:
-    """Orders candidates by chance at the start of the run, by difficulty at its end, by a mixture of both in
-    between."""
+    """Orders candidates by chance at the start of the run (`progress` 0), by difficulty at its end (1), and by a
+    mixture of both orders in between."""
     by_difficulty = sorted(ranking, key=lambda i: hard[i])
     chance = 1 - min(max(progress, 0.0), 1.0)
     places = (1 - chance) * np.arange(len(ranking)) + chance * len(ranking) * rng.random(len(ranking))
@@ -312,7 +312,7 @@ def _choose(
         members = [i for i in rest if strata[i] == stratum]
         wanted = quota - sum(strata[i] == stratum for i in urgent)
         if lengths:
-            # The first candidate has distance 0, so that it is taken, whatever its length, and never passed over.
+            # The first candidate of `rest` has distance 0, so its stratum takes it first.
             members = sorted(members[: _CHOICE * wanted], key=lambda i: abs(lengths[i] - anchor))
         chosen.update(members[:wanted])
     return chosen

@@ -1,7 +1,8 @@
-"""Runs the code of a response: as a program, or to answer calls of its functions, one line of plain data each.
+"""Runs the code of a response: as a program, or to answer calls of its functions. Calls and answers are lines of plain
+data.
 
-This process knows the code and its input, or the arguments of requested calls. It knows neither the tests nor the
-expected values, and only its calls' values, or its program's output, count.
+This process gets the code and the program's input, or the arguments of requested calls. It gets neither the tests nor
+the expected values. Only the output of the program, or the values of the calls, count.
 """
 
 import ast
@@ -18,7 +19,7 @@ from . import plain
 
 def run_program(path: str) -> None:
     """Runs the file as a main program, on this process's input and output."""
-    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # as `site`, which may be off, defines them
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # `site`, which defines these, may be off
     with open(path) as file:
         source = file.read()
     module = sys.modules["__main__"]
@@ -30,7 +31,7 @@ def run_program(path: str) -> None:
 
 
 def answer_calls(path: str) -> None:
-    """Answers requests on standard input until it ends. The code's prints are dropped."""
+    """Answers requests on standard input until the input ends. Text that the code prints is dropped."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
@@ -42,7 +43,7 @@ def answer_calls(path: str) -> None:
     module = sys.modules["solution"] = types.ModuleType("solution")  # pickle looks the code up by this name
     plain.write(answers, _outcome(lambda: _load(module, **response)))
     _answer(requests, answers, Objects(module))
-    os._exit(0)  # threads of the code would hold up the end
+    os._exit(0)  # does not wait for threads of the code
 
 
 def _load(module: types.ModuleType, code: str, setup: str, entry_point: str) -> None:
@@ -102,7 +103,7 @@ def _answer(requests: BinaryIO, answers: BinaryIO, objects: Objects) -> None:
 
 
 def _outcome(work: Callable[[], Any]) -> dict[str, Any]:
-    """Returns `{"value": ...}`, or `{"raised": [names of the error's types, message]}`, for `sys.exit`, too."""
+    """Returns `{"value": ...}`, or `{"raised": [names of the error's types, message]}`; `sys.exit` is an error, too."""
     try:
         return {"value": work()}
     except BaseException as error:

@@ -17,7 +17,7 @@ __all__ = [
 
 
 def find_sandbox(name: str, python: str | None = None, slots: int = 8) -> Sandbox:
-    """Returns a sandbox by its name. Raises `ConfigError` for another name, and if the sandbox cannot work here."""
+    """Returns a sandbox by its name. Raises `ConfigError` for an unknown name, and if the sandbox cannot work here."""
     match name:
         case "bubblewrap":
             return Bubblewrap(python, slots)

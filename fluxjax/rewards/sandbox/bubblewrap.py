@@ -1,10 +1,11 @@
-"""A sandbox of namespaces, made by bubblewrap (https://github.com/containers/bubblewrap) for each job anew.
+"""A sandbox of namespaces, which bubblewrap (https://github.com/containers/bubblewrap) makes for each job anew.
 
-A job sees the interpreter and /usr, read-only, its files in /box, and a small /tmp: no network, no process, user or
-other file of the host. As root, bubblewrap makes the namespaces itself and the job gets its own user id, so that one
-job's processes do not count for another job; without root, there is a user namespace. All capabilities are dropped: as
-root, a job with capabilities could remount /usr and write to it. `seccomp.py` refuses system calls that lead to new
-capabilities. (Without root, a job can harm the first process of its own sandbox: it has no more rights than the job.)
+A job sees the interpreter and /usr, read-only, its files in /box, and a small /tmp. It sees no network, process, user
+or other file of the host. As root, bubblewrap needs no user namespace, and each running job has a user id of its own:
+the processes of one job do not count towards the limits of another. Without root, bubblewrap makes a user namespace.
+All capabilities are dropped: as root, a job with capabilities could remount /usr and write to it. `seccomp.py` refuses
+system calls that lead to new capabilities. (Without root, a job can harm the first process of its own sandbox. That
+process has no more rights than the job.)
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from .jobs import Command, Outcome, ProcessSandbox, SandboxError, SandboxJob, Sa
 _BOX = "/box"
 _SHARE_MEMORY = 1 << 20  # bytes of /dev/shm, for semaphores
 _UIDS = 20_000, 58_000  # user ids that containers usually map
-_BLOCK = 64  # user ids between the first ids of processes with neighbouring numbers
+_BLOCK = 64  # a process whose id is larger by 1 starts this many user ids further
 _taken = itertools.count()  # numbers of this process's sandboxes
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -49,8 +50,8 @@ class Bubblewrap(ProcessSandbox):
         self._check()
 
     def _means(self) -> tuple[list[str], bool]:
-        """Returns the command, and whether it makes namespaces by the rights of root, not in a user namespace. Raises
-        `ConfigError` if a command is missing."""
+        """Returns the command of bubblewrap, and whether this process is root. Raises `ConfigError` if a command is
+        missing."""
         for name in ("bwrap", "prlimit", "setpriv"):
             if shutil.which(name) is None:
                 package = "bubblewrap" if name == "bwrap" else "util-linux"
@@ -78,7 +79,7 @@ class Bubblewrap(ProcessSandbox):
             yield Command(words, job.limits, tuple(descriptors))
 
     def _checked(self, outcome: Outcome, command: Command) -> Outcome:
-        """Raises `SandboxError` if bubblewrap ended before the job's command began: then it reports no exit status."""
+        """Raises `SandboxError` if bubblewrap reports no exit status: it ended before the job's command began."""
         if not outcome.reason and b'"exit-code"' not in os.pread(command.descriptors[0], 4096, 0):
             said = outcome.stderr.decode(errors="replace").strip()[:300]
             raise SandboxError(said or f"bubblewrap ended with status {outcome.exit}")
