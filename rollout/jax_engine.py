@@ -249,12 +249,13 @@ class JaxEngine:
         self._kick()
 
     async def close(self) -> None:
-        """Waits while a turn is dispatched or read; then open streams fail with EngineError. May be called again."""
+        """Waits for turns in flight; then open streams fail with EngineError. May be called again."""
         if self._closed:
             return
         self._attach()
         async with self._turn:
             self._closed = True
+            await self._read(0)
             self._lose(self._scheduler.clear(), "the engine was closed")
         self._thread.shutdown(wait=False)
         if self._device.pixels is not None:
@@ -347,7 +348,8 @@ class JaxEngine:
         next turn must wait for unread tokens, reads these tokens and dispatches nothing."""
         scheduler = self._scheduler
         if not scheduler.next_turn(unread=bool(self._flights)):
-            return await self._read(0)
+            await self._read(0)
+            return
         jobs, ahead, prefilled = scheduler.at_turn(), self._limits.ahead, 0
         try:
             if scheduler.starting:
@@ -362,15 +364,17 @@ class JaxEngine:
         except Exception as error:
             if not jobs:
                 raise
-            await self._read(0)
-            self._lose(scheduler.blame(jobs), _described(error), error)
+            if await self._read(0):  # else the previous turn failed, and spoiled the cache for this one
+                self._lose(scheduler.blame(jobs), _described(error), error)
             return
         self._tokens_prefilled += prefilled
         self._flights.append(scheduler.dispatched(tokens.slots_B, self._version, tokens))
         await self._read(int(ahead))
 
-    async def _read(self, most: int) -> None:
-        """Reads and delivers the tokens of the oldest flights, until at most `most` flights are left."""
+    async def _read(self, most: int) -> bool:
+        """Reads and delivers the tokens of the oldest flights, until at most `most` flights are left. Returns False if
+        the device failed."""
+        failed = False
         while len(self._flights) > most:
             flight = self._flights[0]
             tokens = flight.tokens
@@ -378,13 +382,15 @@ class JaxEngine:
                 new = tokens if isinstance(tokens, NewTokens) else await self._in_thread(tokens.read)
             except Exception as error:
                 self._lose(self._scheduler.blame(flight.jobs), _described(error), error)
+                failed = True
             else:  # a reader that is cancelled does not come here: another reader takes the flight
                 self._flights.popleft()
                 self._record(flight, new)
             self._deliver(self._scheduler.reap())
+        return not failed
 
     def _record(self, flight: Flight, new: NewTokens) -> None:
-        lost = {job: new.lost[rid] for rid, job in self._scheduler.jobs.items() if rid in new.lost} if new.lost else {}
+        lost = {job: new.lost[job.request.rid] for job in flight.jobs if job.open and job.request.rid in new.lost}
         for job, error in lost.items():
             self._fail(self._scheduler.drop([job]), _described(error), error)
         new = new.only(self._scheduler.holds(flight, new.slots_B))

@@ -197,8 +197,8 @@ class SlotTable:
 
     def sampling(self, slots_B: np.ndarray, size: int) -> SlotSampling:
         """The sampling parameters of these slots, filled up to `size` rows with those of slot 0, which nobody reads."""
+        limited_B = (self.temperature_N > 0)[slots_B] & ((self.top_p_N < 1) | (self.top_k_N > 0))[slots_B]
         slots_B = np.pad(slots_B, (0, size - len(slots_B))).astype(np.int32)
-        limited_N = (self.temperature_N > 0) & ((self.top_p_N < 1) | (self.top_k_N > 0))
         return SlotSampling(
             self.temperature_N[slots_B],
             self.top_p_N[slots_B],
@@ -207,7 +207,7 @@ class SlotTable:
             _trimmed(self.forbidden_ids_NI[slots_B]),
             self.seed_N2[slots_B],
             self.sample_N[slots_B],
-            limited=bool(limited_N[slots_B].any()),
+            limited=bool(limited_B.any()),
         )
 
     def round(self, slots_B: np.ndarray, size: int, steps: int, longest: int) -> DecodeRound:

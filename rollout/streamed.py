@@ -29,7 +29,7 @@ from models.config import TextConfig
 from models.decoder import Decoder
 from models.inputs import PackedTokens
 from sharding.cost import LINEAR_UTILISATION, PEAK_FLOPS
-from sharding.kernels.runs import chunk_size
+from sharding.kernels.runs import CHUNK
 from sharding.mesh import Device
 from sharding.walk import HOST_MEMORY, Params
 from sharding.weights import by_path
@@ -246,7 +246,7 @@ class StreamedModel:
         self._settle(rows, tokens, room)
         x, rotary = self._programs.embed(self._outer, inputs.tokens_BT, inputs.positions_3BT)
         if self.text.delta is not None:  # enough chunks for runs of any lengths
-            inputs = inputs.with_runs(tokens // chunk_size(tokens) + 1 + int(inputs.branches_BT.max()))
+            inputs = inputs.with_runs(tokens // CHUNK + 1 + int(inputs.branches_BT.max()))
         places = jax.device_put((inputs.segments_BT, inputs.branches_BT, inputs.runs), self._on_device)
 
         def step(layer: Params | Parts, upcoming: Parts, x: jax.Array, number: int) -> tuple[jax.Array, Parts]:

@@ -18,7 +18,7 @@ from fluxjax.batch.rows import Budget
 from fluxjax.batch.share import Item, chunks_needed, pieces_of
 from fluxjax.config import ODC, ConfigError, FlexUlysses, LossAggregation, Ulysses
 from fluxjax.learner.loss_inputs import with_logprobs
-from sharding.kernels.runs import chunk_size, packed_runs
+from sharding.kernels.runs import CHUNK, packed_runs
 
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice
 VERSION = 11  # of the trainer; tokens are of earlier ones
@@ -313,4 +313,4 @@ def test_a_table_of_runs_holds_every_row(seed):
     chunks = chunks_needed(len(segments), pieces, share_prompts=True)
     runs = packed_runs(np.array([segments]), np.array([branches]), chunks)
     assert sorted(runs.columns_BNC[runs.columns_BNC >= 0].tolist()) == list(range(len(segments)))
-    assert chunks <= len(segments) // chunk_size(len(segments)) + max(len(segments) // 32, 2 * sum(map(len, lengths)))
+    assert chunks <= len(segments) // CHUNK + max(len(segments) // 32, 2 * sum(map(len, lengths)))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from models.inputs import PromptInput
-from sharding.kernels.runs import chunk_size
+from sharding.kernels.runs import CHUNK
 from sharding.mesh import replica_size
 from sharding.planner.plan import ShardPlan
 from sharding.spread.shapes import Sizes
@@ -141,7 +141,7 @@ def _runs(pieces: Sequence[Piece], share_prompts: bool) -> int:
 
 
 def _chunks_of(columns: int, runs: int) -> int:
-    return columns // chunk_size(columns) + max(columns // RUN_TOKENS, _rounded(runs))
+    return columns // CHUNK + max(columns // RUN_TOKENS, _rounded(runs))
 
 
 def _rounded(runs: int) -> int:

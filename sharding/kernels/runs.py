@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 CHUNK = 64  # tokens, a power of two; on CPUs 32 takes as long, 128 a third longer
-LONG_ROW = 1024  # tokens; shorter rows have short runs, which would leave most cells of a chunk of 64 empty
 TAIL = 3  # the convolution of a token reads this number of tokens before it
 
 
@@ -45,21 +44,15 @@ class PackedRuns:
     last_B3: Any
 
 
-def chunk_size(columns: int) -> int:
-    """The tokens of a chunk in rows of `columns` tokens."""
-    return CHUNK if columns >= LONG_ROW else CHUNK // 4
-
-
 def packed_runs(
-    segments_BT: np.ndarray, branches_BT: np.ndarray, chunks: int = 0, *, given: bool = False, size: int = 0
+    segments_BT: np.ndarray, branches_BT: np.ndarray, chunks: int = 0, *, given: bool = False, size: int = CHUNK
 ) -> PackedRuns:
     """Returns the table of packed rows, whose arrays follow the rules of `models.inputs.PackedTokens`.
 
-    Every row gets `chunks` chunks (0: as many as the fullest row needs) of `size` tokens (0: `chunk_size`). With
+    Every row gets `chunks` chunks (0: as many as the fullest row needs) of `size` tokens. With
     `given`, the first run of each row goes on from a state that the caller has. Raises ValueError if `chunks` are too
     few for a row, or if a branch has a token before the last token of its prompt.
     """
-    size = size or chunk_size(segments_BT.shape[1])
     rows = [_Row(*row, size, given) for row in zip(segments_BT, branches_BT, strict=True)]
     most = max((row.chunks for row in rows), default=0)
     if chunks and most > chunks:

@@ -80,12 +80,13 @@ class PagedDevice:
             tokens_BR = rng.integers(self.least_id, SOME_IDS, (len(slots_B), steps)).astype(np.int32)
             count_B = np.minimum(steps, batch.remaining_B[: len(slots_B)])
             for row, slot in enumerate(slots_B):
-                inside = batch.entries_BR[row] < self.cache.size
+                entries = batch.entries_BR[row, :steps]
+                inside = entries < self.cache.size
                 sample = scheduler.occupant[slot]
                 stop_ids = sample.job.request.sampling.stop_ids
                 if np.isin(self.unread_tokens(sample), stop_ids).any():
                     assert self.limits.ahead
-                    count_B[row], self.cache.ravel()[batch.entries_BR[row][inside]] = 0, -1
+                    count_B[row], self.cache.ravel()[entries[inside]] = 0, -1
                     continue
                 stops = np.flatnonzero(np.isin(tokens_BR[row, : count_B[row]], stop_ids))
                 count_B[row] = stops[0] + 1 if len(stops) else count_B[row]
@@ -99,7 +100,7 @@ class PagedDevice:
                 np.testing.assert_array_equal(read[: len(known) - 1], known[:-1])
                 fresh = [known[-1], *tokens_BR[row, :-1]]
                 assert inside[: count_B[row]].all(), "a token without a page"
-                self.cache.ravel()[batch.entries_BR[row][inside]] = np.array(fresh)[inside]
+                self.cache.ravel()[entries[inside]] = np.array(fresh)[inside]
                 if self.limits.recurrent:
                     assert self.states[slot] == known[:-1]
                     self.states[slot] = [*known[:-1], *map(int, fresh)]

@@ -108,7 +108,7 @@ def test_packed_rows_equal_each_path_alone(rows, spaced, seed):
         path[: len(cells)] = cells
     inputs = draw(seed)
     weights = jnp.asarray(np.random.default_rng(seed + 1).normal(size=(B, T, 6, 5)), jnp.float32)
-    ours = with_gradients("rows", inputs, weights, packed_runs(segments, branches, CHUNKS, size=CHUNK))
+    ours = with_gradients("rows", inputs, weights, packed_runs(segments, branches, CHUNKS))
     exact = with_gradients("alone", inputs, weights, jnp.asarray(index))
     assert relative(ours, exact) < RELATIVE
     assert not np.any(np.asarray(ours[0])[segments == 0]), "padding gives zeros"
@@ -125,7 +125,7 @@ def test_repeated_keys_lose_no_digits():
 
 
 def plain(rows: int, tokens: int, *, given: bool = False):
-    return packed_runs(np.ones((rows, tokens), np.int32), np.zeros((rows, tokens), np.int32), given=given, size=CHUNK)
+    return packed_runs(np.ones((rows, tokens), np.int32), np.zeros((rows, tokens), np.int32), given=given)
 
 
 def cut(inputs: DeltaInputs, start: int, stop: int) -> DeltaInputs:
@@ -174,7 +174,7 @@ def test_states_of_rows_of_different_lengths():
 def test_refuses():
     segments = np.ones((1, 130), np.int32)
     with pytest.raises(ValueError, match="3 chunks of 64 tokens, more than the 2"):
-        packed_runs(segments, 0 * segments, 2, size=CHUNK)
+        packed_runs(segments, 0 * segments, 2)
     with pytest.raises(ValueError, match="branch 1 of segment 1 begins before its prompt ends"):
         packed_runs(segments, (np.arange(130) < 3)[None].astype(np.int32))
     with pytest.raises(ValueError, match="5 value heads must be a multiple of 2 key heads"):
