@@ -1,6 +1,6 @@
 """Supervised fine-tuning on given answers: the negative log-likelihood of each answer token, given the tokens before.
 
-Warm starts use it. Advantages, behaviour and reference log-probs play no part.
+Warm starts use this algorithm. Advantages, behaviour and reference log-probs play no part.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Errors that a user can mend: one line that names the field, the file or the record, and the fix."""
 
-USER, LOST = 2, 3  # exit statuses of `fluxjax.train`: the user must mend something; another process was lost
+USER, LOST = 2, 3  # exit statuses of `fluxjax.train`: an error for the user to mend; the loss of another process
 
 
 class ConfigError(ValueError):
