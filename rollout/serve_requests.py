@@ -102,7 +102,7 @@ def _column(content: Json, name: str, n: int, batch: bool) -> Sequence[Any]:
 
 
 def _media(field: str, value: Any) -> Json:
-    """The media of one kind of a sample. Their field must have a single entry."""
+    """The media in a field of a sample. The field must have a single entry."""
     entries = value if isinstance(value, list) else [value]
     if len(entries) != 1:
         raise BadRequest(f"{field}: one entry in our format has all media of a sample")

@@ -25,7 +25,7 @@ CONNECT, CONTROL, UPDATE = 5.0, 30.0, 600.0  # seconds: to connect, for a short 
 OPENING = 16  # most requests whose head is not sent yet: our servers hang up on the oldest of 64 silent connections
 LEAST_LOGPROB = -1e30  # least log-prob of a token that can be sampled
 _ROWS_DROPPED = "drops the height and width rows of Qwen3.5's M-RoPE on CUDA (slime #2336, sglang #35345)"
-# By `model_type` of config.json: the first release of SGLang that serves it rightly, and the fault of earlier releases
+# By `model_type`: the first release of SGLang that computes the model rightly, and the fault of earlier releases
 FIRST_RELEASES = {"qwen3_5": ((0, 5, 20), _ROWS_DROPPED), "qwen3_5_moe": ((0, 5, 20), _ROWS_DROPPED)}
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
@@ -138,7 +138,7 @@ class ServerClient:
         await self._order("/release_memory_occupation", {})
 
     async def wake(self) -> None:
-        """Has a sleeping server take memory again: SGLang dies if awake. Weights are arbitrary until an update."""
+        """Has a sleeping server take memory again; an awake SGLang would die. Weights are arbitrary until an update."""
         await self._order("/resume_memory_occupation", {})
 
     # --- questions ------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class ServerClient:
             )
 
     async def asleep(self) -> bool:
-        """Says whether the server gave its memory back, by any client's order. SGLang does not say so: False."""
+        """Says whether the server gave its memory back, by any client's order; always False for SGLang."""
         return (await self._info("/server_info")).get("asleep") is True
 
     async def _info(self, route: str, seconds: float = CONTROL) -> Json:

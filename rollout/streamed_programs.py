@@ -114,7 +114,7 @@ class StreamedPrograms:
         """Computes a layer over packed rows. Returns (hidden states, `upcoming` on the device, what the layer keeps).
 
         The layer keeps keys and values, with `room` free columns behind each row, or the state behind each row's last
-        run. If `room` is 0, it keeps None."""
+        run. If `room` is 0, the layer keeps nothing (None)."""
         attend_rows = packed_attention(segments_BT, branches_BT)
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, KeyValues | None]:

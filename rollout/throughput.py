@@ -28,7 +28,7 @@ class ProfileError(ValueError):
 @dataclasses.dataclass(frozen=True)
 class Point:
     """Rates of one engine on `degree` devices with `batch` samples at once: `prefill` of prompts of `length` tokens,
-    and `decode` of the tokens behind them, in tokens a second (median)."""
+    and `decode` of the tokens behind the prompts, in tokens a second (median)."""
 
     degree: int
     batch: int

@@ -194,7 +194,7 @@ def is_adapter(path: Path) -> bool:
 
 
 def attach(model: nnx.Module, paths: Iterable[Path], rank: int, factor: float, init_a: Initializer) -> None:
-    """Freezes all weights of an abstract model and gives weights at `paths` adapters: `a` from `init_a`, `b` zero."""
+    """Freezes all weights of an abstract model, and adds adapters to those at `paths`: `a` by `init_a`, `b` zero."""
     adapted_paths = set(paths)
     for keys, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         path = tuple(map(str, keys))

@@ -2,7 +2,7 @@
 
 `base/types.py` offers these classes, too, with all other data of a step.
 
-The numbers of a response are written once as bytes, little-endian, which are sent to other processes:
+The numbers of a response are written once as little-endian bytes, and sent to other processes:
 
 - a head: the sample's number, the number of tokens, the number of runs of versions, the bytes of a token, temperature;
 - runs of (version, number of tokens): nearly all responses have one run;
@@ -37,7 +37,7 @@ class Prompt:
     """A question as the coordinator sees it: no pixels and no tokens.
 
     `text` has one `<image>` or `<video>` mark for each media item, in order. `id` is unique within its source. `draw`
-    is the prompt's number in the order of this run; what must not depend on timing is ordered by it. `row` is the
+    is the prompt's number in the order of this run, and orders all that must not depend on timing. `row` is the
     record's number in its source.
     """
 

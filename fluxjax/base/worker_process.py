@@ -27,7 +27,7 @@ from .errors import said
 from .process_channel import Channel, WithArrays
 
 GRACE = 10.0  # seconds past a job's bound after which the system ends this process, if the run has not ended it
-FIRST_VICTIM = "500"  # raises the process's score (0 to 1000): out of memory, the system kills the highest score
+FIRST_VICTIM = "500"  # raises the process's score: when memory runs out, Linux kills the process of the highest score
 
 
 def main(descriptor: int) -> None:
@@ -116,7 +116,7 @@ def bound_memory(allowed: int) -> None:
 
 
 def lacked_memory(error: BaseException) -> bool:
-    """Says whether a lack of memory caused an error; libraries report it in many ways."""
+    """Says whether an error means a lack of memory; libraries raise errors of many kinds."""
     return any(
         isinstance(cause, MemoryError)
         # EAGAIN: no memory for a thread's stack

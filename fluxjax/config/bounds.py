@@ -189,7 +189,7 @@ def flatten(section: Section | Mapping[str, Any], prefix: str = "") -> Iterator[
 
 
 def children(section: Section | Mapping[str, Any]) -> Mapping[str, object]:
-    """Returns the fields of a section, or the entries of a dictionary, by name. An object becomes its `label`."""
+    """Returns the fields of a section, or the entries of a dictionary, by name; for an object, its `label`."""
     if isinstance(section, Mapping):
         return section
     values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}

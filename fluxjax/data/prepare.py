@@ -74,8 +74,8 @@ class PromptLimits:
         )
 
     def refuse(self, prompt: Prompt, tokens: int, patches: int, largest_frame: int) -> SkippedPrompt | None:
-        """Returns a prompt that is empty or too large as a skipped prompt; else None. Devices get complete frame pairs,
-        each of at most `largest_frame` patches; however these are dealt, they must fit every device."""
+        """Returns a prompt that is empty or too large as a skipped prompt; else None. Devices get complete frame pairs
+        of at most `largest_frame` patches each; every device must surely hold the pairs dealt to it."""
         if not tokens:
             return SkippedPrompt(prompt, "empty prompt", "it has no tokens")
         if tokens > self.tokens:
@@ -156,7 +156,7 @@ def _refused_undecoded(
 class ReadAhead(Generic[Item]):
     """The items `first`, `first + 1`, ...; threads make items up to `ahead` beyond the last item taken.
 
-    `take` lets threads begin further items only after it has collected what it returns: woken threads would compete
+    `take` lets threads begin further items only after it has collected its own items: woken threads would compete
     with the caller of `take` for the interpreter's lock.
 
     `make` is called from `threads` threads; every `take` that reaches an item whose `make` failed raises the error.
@@ -248,7 +248,7 @@ class ReadAhead(Generic[Item]):
 
 
 class Preparer:
-    """The prompt source of the runtime: draws prompts in order; threads prepare them ahead of their draw.
+    """The prompt source of the runtime: draws prompts in order, which threads have prepared ahead.
 
     `state_dict` counts the draws handed out, not the draws read ahead. Prompts that cannot be used are returned with a
     reason and count as draws: a caller that needs more prompts draws again. One call of `draw` may run at a time.
@@ -263,7 +263,7 @@ class Preparer:
         ahead: int = 0,
         proxy: ProxyMedia | None = None,
     ) -> None:
-        """Threads prepare `ahead` prompts beyond the last draw; 0: the prompts of one step, of two steps with
+        """Threads prepare `ahead` prompts beyond the last draw; 0: one step's prompts, or two steps' with
         `data.near_gib`. The store of `proxy` decodes media, and `proxy` is told which prompts are next. Without
         `proxy`, this process decodes media, and prompts hold their pixels."""
         self.processor = processor
@@ -366,7 +366,7 @@ class Preparer:
                 self._reading = None
 
     def _taken_at_once(self, count: int) -> list[Result] | None:
-        """Returns the next items if they are ready, else None. A thread might have to wait before it runs."""
+        """Returns the next items if they are ready, else None. A thread, which may have to wait, is not used."""
         if not self._lock.acquire(blocking=False):
             return None
         try:

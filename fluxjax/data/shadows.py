@@ -1,8 +1,8 @@
 """Prompts with shadows in the place of pixels: a store measures their media, engines and trainer fetch the pixels.
 
-The index has the version of each medium's file, which is not read again. Decoding a file that has changed since then
-raises `StaleTicket`; after `MediaIndex.forget`, the file is read anew. An older ticket never gets the pixels of a newer
-file.
+The index keeps the version of each medium's file, so that the version is not read again. Decoding a file that has
+changed since then raises `StaleTicket`; after `MediaIndex.forget`, the file is read anew. Old tickets never get pixels
+of a newer file.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class MediaIndex:
 
     def medium(self, ref: MediaRef, settings: MediaSettings) -> tuple[Medium, bool] | None:
         """Returns the medium, and True if decoding or counting frames has confirmed its size; False for the size of a
-        header. None if the file must be read to tell. Raises MediaError for a medium that can't be used."""
+        header. None if the file must be read first. Raises MediaError for a medium that can't be used."""
         said = self.verdict(ref, settings.digest)
         if isinstance(said, MediaError):
             raise said

@@ -93,7 +93,7 @@ def picture_file(turns: int = 0) -> bytes:
     """Returns a PNG file with gradients of three colours, rotated by `turns` times 90 degrees."""
     ramp = Image.linear_gradient("L").rotate(90 * turns)
     picture = Image.merge("RGB", [ramp, ramp.rotate(90), ramp.rotate(180)])
-    picture.resize((180, 120)).save(file := io.BytesIO(), "PNG")  # no multiples of a patch's 14 or 16 pixels
+    picture.resize((180, 120)).save(file := io.BytesIO(), "PNG")  # no multiples of the side of a patch
     return file.getvalue()
 
 
@@ -121,8 +121,8 @@ async def inspected(config: Config, samples: int) -> AsyncIterator[tuple[str, So
 
 
 async def _trouble(scorer: Scorer, prompt: Prompt) -> str:
-    """Returns what is wrong with a prompt's rewards, or "". They fail, or an empty answer is correct, or the reference
-    answer is correct in none of `FORMS`."""
+    """Returns what is wrong with a prompt's rewards, or "": a reward fails, an empty answer is correct, or the
+    reference answer is correct in none of `FORMS`."""
     empty, *given = [await scorer.score_text(prompt, form.format(prompt.answer)) for form in ("", *FORMS)]
     if reasons := [reward.reason for reward in (empty, *given) if reward.reason]:
         return reasons[0]

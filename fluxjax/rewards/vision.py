@@ -52,9 +52,9 @@ class NumericAnswer(BuiltIn):
 
 @dataclasses.dataclass(frozen=True)
 class EditDistance(BuiltIn):
-    """Gives 1 - d / L: d is the Levenshtein distance of the text and the prompt's answer, L the greater length.
+    """Gives 1 - d / L: d is the Levenshtein distance of the text and the prompt's answer, L is the greater length.
 
-    This is the similarity of ANLS (arXiv:1905.13648, section 4) with its `threshold` of 0.5: a less similar text gets
+    ANLS has this similarity (arXiv:1905.13648, section 4) and the `threshold` 0.5: a less similar text gets
     0. If there are `<answer>` tags, only the text inside counts. Any white space counts as one space.
     """
 
@@ -82,7 +82,7 @@ class OrderedList(BuiltIn):
     """Gives the share of the longer list's positions that have the right item; 1 for the complete list in its order.
 
     A list is JSON, or items between commas, semicolons, arrows or lines. A text without a marked answer has its list in
-    the last line that is not empty. With `graded=False`, an incomplete list gets 0.
+    the last line that is not empty. With `graded=False`, any list but the right one gets 0.
     """
 
     name = "ordered_list"

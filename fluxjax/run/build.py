@@ -204,8 +204,8 @@ def export_adapters(config: Config, model: Decoder, learner: Learner, folder: pa
 
 def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, processor: Processor) -> pathlib.Path:
     """Returns a folder that rollout servers can start from. The weights in it do not matter: servers get the run's
-    weights before they generate. Without `model.path`, the model is exported. With it, the folder is `model.path`, or,
-    if `write_config` gives another config.json, has that config.json and links to the other files."""
+    weights before they generate. Without `model.path`, exports the model. With it, returns `model.path`; if
+    `write_config` gives another config.json, a folder with that config.json and links to all other files."""
     folder, content = run_dir / "servers" / "model", write_config(model.config)
     if not config.model.path:
         export(model, processor, folder)

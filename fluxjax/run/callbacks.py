@@ -1,5 +1,5 @@
-"""Callbacks of a run, for custom logging or early stopping; the reporter, which calls them; the first and last lines of
-a run, and its pictures."""
+"""Callbacks for custom logging or early stopping, the reporter, which calls them, and the first line, the last lines
+and the pictures of a run."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from .parts import Parts
 
 class RunState:
     """The coordinator, the position in the prompts, the counts of rewards and summary, the replay buffer, and the
-    models' arrays. This is the `runtime.ports.Checkpointer` of a run, in process 0 only, which tells the other
-    processes to save or restore their parts."""
+    models' arrays. Only process 0 has this `runtime.ports.Checkpointer`, and tells the other processes to save or
+    restore their parts."""
 
     def __init__(
         self,
@@ -122,7 +122,8 @@ class RunState:
             checkpoints.write(step, arrays, state | further)
 
     def save_now(self) -> None:
-        """Starts a checkpoint. Nothing may generate or train meanwhile. Raises `ResumeError` before the start."""
+        """Starts a checkpoint. Nothing may generate or train meanwhile. Raises `ResumeError` if the run has not
+        started."""
         if not self.started:
             raise ResumeError("there is nothing to save yet: the run has not started")
         self.save(self.coordinator.step, self.state())

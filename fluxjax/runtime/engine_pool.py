@@ -1,8 +1,8 @@
 """The embedded engines of a process, on a fixed set of devices: the degree decides the number of engines.
 
 The pool deals the first `rollout.engines` x `parallelism.degree` devices of the process to engines, in order. If
-`rollout.engines` is 0, there is one engine on CPUs; on accelerators, as many as the devices make (at most
-`sharding.devices` of them, if set). At another degree, the same devices make as many complete engines as they can.
+`rollout.engines` is 0, there is one engine on CPUs; on accelerators, as many as fill the devices (at most
+`sharding.devices`, if set). At another degree, the same devices make as many complete engines as they can.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class EnginePool:
 
 
 def engines_a_device(devices: Sequence[Any]) -> int:
-    """Returns the most engines on a device; `devices` lists a device once for each of its one-device engines."""
+    """Returns the largest number of engines on one device; `devices` names the device of each one-device engine."""
     return -(-len(devices) // len(set(devices)))
 
 

@@ -23,7 +23,7 @@ class DigitsRecipe:
     train: int = 6000  # strips
     held_out: int = 400
     train_scans: int = 1400  # scans for training; the others of the 1,797 scans are held out
-    warm_start: int = 400  # strips with answers for the warm start, nearly as many of each length
+    warm_start: int = 400  # strips with answers for the warm start; all lengths are nearly equally frequent
     warm_start_scans: int = 1  # scans of each digit that the warm start uses
     cell: int = 16  # pixels of the side of a digit's square
     max_digits: int = 12

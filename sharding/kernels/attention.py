@@ -4,10 +4,10 @@ Segments and branches describe the mask. The mask exists as booleans only for th
 
 `segment_attention` is exact within contiguous segments of a long packed axis, without a quadratic matrix. Segments are
 runs of equal numbers; 0 is padding. If no run is longer than `bound`, the axis is cut into blocks of `bound`, and a
-query finds its complete segment in its own block and the two beside. The cost of a query then grows with `3 * bound`,
-not with the length of the axis. The backward pass computes the scores again, which is faster on CPUs than storing them.
-Without a bound, or with a bound that saves nothing, every query looks at all keys; `attention` bounds the memory
-of the scores. On NVIDIA GPUs the kernel finds the tiles of each segment without a bound.
+query finds its complete segment in its own block and the two blocks beside it. The cost of a query then grows with
+`3 * bound`, not with the length of the axis. The backward pass computes the scores again, which is faster on CPUs than
+storing them. Without a bound, or with a bound that saves nothing, every query looks at all keys; `attention` bounds the
+memory of the scores. On NVIDIA GPUs the kernel finds the tiles of each segment without a bound.
 
 `packed_attention` is causal, for all layers of a model: masks and lists of tiles are computed once. Short rows are
 computed with all their scores, in a few large products. In long rows the mask excludes most scores: they belong to

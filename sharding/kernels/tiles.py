@@ -45,7 +45,7 @@ class Tiles:
 
 
 def tile_size(tokens: int) -> int:
-    """The size of a tile, so that a stream has at most 256 tiles. Small tiles skip more, large ones take fewer loops.
+    """The size of a tile; a stream has at most 256 tiles. Small tiles skip more, large tiles need fewer iterations.
 
     On CPUs, of the sizes from 64 to 512, 64 and 128 were the fastest up to 4096 tokens. On other devices an iteration
     takes several launches, which the arithmetic of tiles of 512 should outweigh. This was not measured.

@@ -67,7 +67,7 @@ class April(Rounds):
         return [*park, *self._train(coordinator, winners)]
 
     def _ready(self, coordinator: Coordinator) -> Sequence[Entry]:
-        """Returns the scored groups among the `prompts_per_step` oldest prompts: no later prompt can displace these."""
+        """Returns the scored groups among the `prompts_per_step` oldest: the step trains on these in any case."""
         entries = sorted(coordinator.ledger.entries.values(), key=_oldest_first)
         first = entries[: coordinator.settings.prompts_per_step]
         return [entry for entry in first if entry.stage is PromptStage.SCORED]
