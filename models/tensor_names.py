@@ -31,7 +31,7 @@ class TensorName:
     name: str
     path: Path
     shape: tuple[int, ...]  # shape of one layer's parameter
-    numbers: tuple[int, ...]  # layer numbers of its stack; empty for a weight outside all stacks
+    numbers: tuple[int, ...]  # layer numbers of the weight's stack; empty outside all stacks
     inputs: int  # number of input axes in `shape`; 0 for tables and vectors
     disk_shape: tuple[int, ...]
 

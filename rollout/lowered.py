@@ -62,8 +62,8 @@ class EngineArrays:
         has the largest group of the prompt's frame pairs, if the vision tower computes by groups. `decode` has all
         slots at full length.
 
-        `begun` are the numbers of tokens of a prompt's responses that are prefilled with the prompt: requests go
-        on so after their cache was dropped.
+        `begun` are the numbers of tokens of a prompt's responses that are prefilled with the prompt: requests that
+        have lost their cache go on in this way.
         """
         limits, programs = self._state.limits, self._state.programs
         whole = chunk_tokens(prompt)

@@ -1,7 +1,7 @@
 """The client of one rollout server: SGLang, or `rollout.serve` behind the same routes.
 
 The client checks every reply: it compares ids, log-probs, versions and counts with the request and with earlier
-events. A reply that does not fit is a `ServerError`, as is a server out of reach.
+events. A reply that does not fit raises `ServerError`, and so does a server out of reach.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ServerClient:
         self, buckets: Sequence[str], version: int | None, form: str = "flattened_bucket"
     ) -> None:
         """Sends each rank one of `buckets`, in base64: flattened (`weights.torch_buckets`) or, to our own server, of
-        the form `safetensors`. The last call has the version, and drops cached prompts; earlier calls have None."""
+        the form `safetensors`. The last call has the version, and drops cached prompts; earlier calls pass None."""
         body: Json = {"serialized_named_tensors": list(buckets), "load_format": form, "abort_all_requests": False}
         body |= {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": str(version)}
         encoded = await asyncio.to_thread(_encoded, body)

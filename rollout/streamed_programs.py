@@ -44,7 +44,7 @@ class LayerKind(NamedTuple):
 
 
 class StreamedPrograms:
-    """The programs of one architecture. `outer` are the model's weights without its layers (and without a vision
+    """The programs of one architecture. `outer` are the model's weights without the layers (and without a vision
     tower). A `layer` is the weights of a resident layer, or the parts of a streamed layer; its `kind` is one of
     `kinds`. All parts have the same size, so that a layer's program does not depend on the kind that travels.
     """

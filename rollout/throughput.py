@@ -22,7 +22,7 @@ VERSION = 1
 
 
 class ProfileError(ValueError):
-    """A profile that can't be read, or that has no suitable measurement. The message names the file."""
+    """A profile can't be read, or has no suitable measurement."""
 
 
 @dataclasses.dataclass(frozen=True)

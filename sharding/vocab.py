@@ -7,11 +7,12 @@ GPUs, the kernels of `kernels.head_kernels` compute instead; this module launche
 In the kernels' forward pass, logits exist in registers only. Each program goes through a part of the vocabulary for
 some tokens; the sums of the parts, `[parts, T]`, are combined here.
 
-In the backward pass, the vocabulary is cut into chunks. A kernel computes a chunk's logits again and writes gradients
-of logits in the dtype of the hidden states, `[T, width]`. From these, two matrix products of XLA (cuBLAS, or a faster
-kernel that XLA finds) compute the chunk of the head's gradient, and a term of the hidden states' gradient, which is
-summed in float32. So each number of the head's gradient is one sum over all tokens, rounded once, and no complete
-float32 copy of this gradient exists. Nothing is added by atomics: the same inputs give the same bits.
+In the kernels' backward pass, the vocabulary is cut into chunks. A kernel computes a chunk's logits again and writes
+the gradients of these logits, `[T, width]`, in the dtype of the hidden states. From the gradients, two matrix products
+of XLA (cuBLAS, or a faster kernel that XLA finds) compute the chunk of the head's gradient, and a term of the hidden
+states' gradient, which is summed in float32. So each number of the head's gradient is one sum over all tokens, rounded
+once, and no complete float32 copy of this gradient exists. Nothing is added by atomics: the same inputs give the same
+bits.
 
 Four products of T x V x D in all are the least possible without storing logits. Kernels that also summed the gradients
 would compute logits several times more: sums of `[TOKENS, D]` or `[IDS, D]` do not fit into the registers of a program,

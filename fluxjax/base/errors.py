@@ -12,7 +12,7 @@ class DataError(ValueError):
 
 
 class RecordError(ValueError):
-    """One record cannot be used; others can. `reason` is short and holds no names, so that equal reasons can be
+    """One record cannot be used; other records can. `reason` is short and holds no names, so that equal reasons can be
     counted; `detail` is for the log."""
 
     def __init__(self, id: str, reason: str, detail: str = "unusable record") -> None:

@@ -1,4 +1,4 @@
-"""A prompt, a response to it and its reward. JAX is not imported: processes that score need none.
+"""A prompt, a response to it and its reward. JAX is not imported: processes that score need no JAX.
 
 `base/types.py` offers these classes, too, with all other data of a step.
 
@@ -195,7 +195,7 @@ def _packed(form: str, values: Sequence[int] | Sequence[float]) -> bytes:
 
 
 class ResponseHead(NamedTuple):
-    """The head of a response's bytes, readable alone; `size` counts the bytes of the entire response."""
+    """The head of a response's bytes, which can be read alone; `size` counts the bytes of the entire response."""
 
     sample: int
     temperature: float | None

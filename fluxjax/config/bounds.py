@@ -15,7 +15,7 @@ PLAIN = str | int | float | bool | list | tuple | None  # types of the values of
 
 
 class Section:
-    """The base of the dataclasses of settings. A settled section refuses assignments; its copies do not."""
+    """The base of the dataclasses of settings. A settled section refuses assignments, a copy of it does not."""
 
     __slots__ = ("_settled",)
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]

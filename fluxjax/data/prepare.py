@@ -366,7 +366,7 @@ class Preparer:
                 self._reading = None
 
     def _taken_at_once(self, count: int) -> list[Result] | None:
-        """Returns the next items if they are ready, else None. A thread, which may have to wait, is not used."""
+        """Returns the next items if they are ready, else None: handing the work to a thread would take longer."""
         if not self._lock.acquire(blocking=False):
             return None
         try:

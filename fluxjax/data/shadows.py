@@ -36,7 +36,7 @@ KNOWN = 1 << 17  # media in the index; the least recently used media are dropped
 
 @dataclasses.dataclass(frozen=True)
 class _KnownMedium:
-    """A medium in one version of its file."""
+    """The entry of the index for a medium in one version of its file."""
 
     stamp: str
     facts: Facts | None = None

@@ -82,7 +82,7 @@ class OrderedList(BuiltIn):
     """Gives the share of the longer list's positions that have the right item; 1 for the complete list in its order.
 
     A list is JSON, or items between commas, semicolons, arrows or lines. A text without a marked answer has its list in
-    the last line that is not empty. With `graded=False`, any list but the right one gets 0.
+    the last line that is not empty. With `graded=False`, a list that is not right gets 0.
     """
 
     name = "ordered_list"
@@ -139,7 +139,7 @@ class Choice(BuiltIn):
     """Gives 1 if the text chooses the option that the prompt's answer names: by letter, or by the option's text.
 
     Options are read from the prompt: `A. cat`, `(A) cat`, `A) cat`. The choice is in the answer that the text
-    marks, else in its last line that is not empty: `B`, `(B)`, `B. cat`, `the cat`. Two named options are no choice.
+    marks, else in the last line that is not empty: `B`, `(B)`, `B. cat`, `the cat`. Who names two options gets 0.
     """
 
     name = "choice"

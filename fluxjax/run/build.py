@@ -84,8 +84,8 @@ def build_learning(
     links: Links | None = None,
     materializer: Materializer | None = None,
 ) -> Learning:
-    """Returns the learner, with the weights that `config` names, and the composer of its batches. `token_loss` replaces
-    the loss of the configured algorithm; `links` connect to the other processes; `materializer` fetches pixels that a
+    """Returns the learner, with the weights that `config` names, and the composer of batches. `token_loss` replaces the
+    loss of the configured algorithm; `links` connect to the other processes; `materializer` fetches pixels that a
     media store holds. Raises `ConfigError`."""
     mesh = run_mesh(config)
     model = build_weights(config, sizes, mesh)

@@ -74,7 +74,7 @@ class Callback:
     """Override the methods that you need. All methods run on the event loop of the run: keep them short.
     `on_checkpoint` is called after the writing of a checkpoint has begun. `trainer` is the `FluxTrainer`.
 
-    An exception in a callback ends the run; `trainer.stop()` ends it cleanly, with a checkpoint.
+    An exception in a callback ends the run; `trainer.stop()` ends the run cleanly, with a checkpoint.
     """
 
     def on_fit_start(self, trainer: Run) -> None: ...

@@ -60,8 +60,8 @@ class RunState:
     # --- restoring -------------------------------------------------------------------------------
 
     def resume(self) -> int | None:
-        """Loads the checkpoint that `load` has loaded, or else the newest undamaged one. Returns its step, or None if
-        there is no checkpoint. Loading again is needed: `fit` may have changed the run's steps and prompts."""
+        """Loads the checkpoint that `load` has loaded, or else the newest undamaged checkpoint. Returns the step, or
+        None if there is none. Loading again is needed: `fit` may have changed the run's steps and prompts."""
         step = self._parts.checkpoints.undamaged() if self.loaded is None else self.loaded
         return None if step is None else self.load(step)
 

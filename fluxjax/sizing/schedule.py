@@ -38,7 +38,7 @@ class CollectiveTraffic:
 
     count: float = 0.0
     bytes: float = 0.0  # the larger of operands and results; of a synchronous collective, the results
-    exposed: float = 0.0  # collectives that no long work hides
+    exposed: float = 0.0  # number of collectives that no work hides (`traffic`)
     exposed_bytes: float = 0.0
 
 

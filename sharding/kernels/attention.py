@@ -9,10 +9,10 @@ query finds its complete segment in its own block and the two blocks beside it. 
 storing them. Without a bound, or with a bound that saves nothing, every query looks at all keys; `attention` bounds the
 memory of the scores. On NVIDIA GPUs the kernel finds the tiles of each segment without a bound.
 
-`packed_attention` is causal, for all layers of a model: masks and lists of tiles are computed once. Short rows are
+`packed_attention` is causal. Masks and lists of tiles are computed once for all layers of a model. Short rows are
 computed with all their scores, in a few large products. In long rows the mask excludes most scores: they belong to
-another segment, another branch or the future. So long rows form one stream, and only tiles with a score that the mask
-allows are computed (`tiles`).
+another segment, another branch or the future. The long rows therefore form one stream, and only tiles with a score that
+the mask allows are computed (`tiles`).
 """
 
 import dataclasses
