@@ -1,5 +1,4 @@
-"""Builds the model and the processor of a run, from a checkpoint folder or from the sizes of a tiny model, and writes
-them as checkpoint folders."""
+"""Builds the model and the processor of a run, from a checkpoint folder or the sizes of a tiny model; exports them."""
 
 from __future__ import annotations
 

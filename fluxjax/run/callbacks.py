@@ -1,5 +1,4 @@
-"""Callbacks for custom logging or early stopping, the reporter, which calls them, and the first line, the last lines
-and the pictures of a run."""
+"""Callbacks, the reporter that calls them, and the first line, the last lines and the pictures of a run."""
 
 from __future__ import annotations
 
@@ -71,8 +70,9 @@ class ReportedRun(Run, Protocol):
 
 
 class Callback:
-    """Override the methods that you need. All methods run on the event loop of the run: keep them short.
-    `on_checkpoint` is called after the writing of a checkpoint has begun. `trainer` is the `FluxTrainer`.
+    """The base of a user's custom logging or early stopping: override the methods that you need. All methods run on the
+    event loop of the run: keep them short. `on_checkpoint` is called after the writing of a checkpoint has begun.
+    `trainer` is the `FluxTrainer`.
 
     An exception in a callback ends the run; `trainer.stop()` ends the run cleanly, with a checkpoint.
     """
