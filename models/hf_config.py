@@ -1,7 +1,7 @@
 """Reads and writes a `config.json` of Hugging Face, with flat or nested text settings.
 
-Rotary embeddings are `rope_parameters` (new), or `rope_scaling` and `rope_theta` (old). Their settings mean what they
-mean in transformers 5.23 (`modeling_rope_utils`). A setting that nothing here reads is refused.
+The rotary settings are in `rope_parameters` (new), or in `rope_scaling` and `rope_theta` (old), with the meaning that
+they have in transformers 5.23 (`modeling_rope_utils`). A rotary setting that this file does not read is refused.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ _SUPPORTED: dict[str, bool | int | None] = {
     "partial_rotary_factor": 1,
     "dual_chunk_attention_config": None,
 }
-_QWEN2_BIASES: dict[str, bool] = {"attention_bias": True, "qkv_bias": True}  # biases on q, k, v, as in all checkpoints
+_QWEN2_BIASES: dict[str, bool] = {"attention_bias": True, "qkv_bias": True}  # q, k and v always have biases
 
 
 def refuse_quantised(config: JsonObject, where: str) -> None:
@@ -53,7 +53,7 @@ def refuse_quantised(config: JsonObject, where: str) -> None:
 
 
 def _refuse_unsupported(config: JsonObject, where: str, head_norm: bool) -> None:
-    """Raises ModelConfigError, naming the field, if `config` asks the decoder for something that it can't do."""
+    """Raises ModelConfigError, naming the field, for a setting under which the decoder would compute wrongly."""
     refuse_quantised(config, where)
     if config.get("hidden_act", "silu") != "silu":
         raise ModelConfigError(f"hidden_act {config['hidden_act']!r} in {where} is not supported; supported is silu")
@@ -79,7 +79,7 @@ def _refuse_sliding_windows(config: JsonObject, layers: int, default_full_layers
 
 
 def _rope_settings(config: JsonObject, field: str, read: Mapping[str, set[str]]) -> tuple[str, JsonObject]:
-    """(rope type, its settings) in a field of `config`; `read` maps each supported rope type to the names it reads."""
+    """(rope type, settings) of a field of `config`; `read` has the names of settings that each supported type reads."""
     rope = config.get(field) or {}
     kinds = ["default" if name == "mrope" else name for name in (rope.get("rope_type"), rope.get("type")) if name]
     if len(set(kinds)) > 1 and rope["type"] != "mrope":
@@ -110,8 +110,8 @@ def _rope_fields(config: JsonObject) -> list[str]:
 
 
 def uninterleaved(text: JsonObject) -> JsonObject:
-    """The text settings, without those that say how the rotary embedding deals frequencies, for models that all
-    interleave. Raises ModelConfigError for settings that say otherwise."""
+    """The text settings without `mrope_interleaved`, for architectures that always interleave the frequencies of their
+    rotary embedding. Raises ModelConfigError if that setting is false."""
     result = dict(text)
     for field in _ROPE_FIELDS:
         rope = dict(result.get(field) or {})
@@ -124,9 +124,9 @@ def uninterleaved(text: JsonObject) -> JsonObject:
 def read_rope(
     config: JsonObject, outer: JsonObject, *, default_theta: float, default_section: tuple[int, ...] = ()
 ) -> RopeConfig:
-    """The decoder's rotary embedding in `config`; `outer` is the whole file, whose top may repeat the settings.
+    """The decoder's rotary embedding in `config`; `outer` is the complete file, whose top may repeat the settings.
 
-    Raises ModelConfigError naming a type or setting that is not supported, or two fields that differ in what they mean.
+    Raises ModelConfigError for a type or setting that is not supported, or two fields with different meanings.
     """
     readings = {
         field if config.get(field) else f"the default of {field}": _read_rope_field(
@@ -136,7 +136,7 @@ def read_rope(
     }
     rope = next(iter(readings.values()))
     if outer is not config:
-        # transformers reads `text_config` only: its values count for settings that the top leaves out
+        # transformers reads `text_config` only: values of `text_config` count for settings that the top leaves out
         repeated = {name: outer[name] for name in (*_ROPE_FIELDS, "rope_theta") if outer.get(name)}
         beside = {**config, "rope_theta": rope.theta, **repeated}
         readings = {f"{field} of text_config": reading for field, reading in readings.items()}
@@ -198,7 +198,8 @@ def _vision_theta(config: JsonObject) -> float:
 
 def read_tower(config: JsonObject, activation: str, *more: str) -> dict[str, Any]:
     """The fields of a `VisionConfig` that every architecture reads from `vision_config`; `more` names further fields,
-    which the file may lack. Raises ModelConfigError for a missing field, quantised weights, and another activation."""
+    which the file may lack. Raises ModelConfigError for a missing field, quantised weights, and another
+    activation than `activation`."""
     where = "vision_config of config.json"
     refuse_quantised(config, where)
     if config.get("hidden_act", activation) != activation:
@@ -279,7 +280,7 @@ _TEXT_NAMES = {
 
 
 def write_rope(rope: RopeConfig) -> dict[str, object]:
-    """`rope_theta` and `rope_scaling`: the older form, which every reader understands."""
+    """The fields `rope_theta` and `rope_scaling`: the older form, which every reader understands."""
     scaling: dict[str, object] = {}
     if rope.mrope_section:
         kind = {"rope_type": "default", "mrope_interleaved": True} if rope.interleaved else {"type": "mrope"}

@@ -23,7 +23,7 @@ from .hf import StoredTensor, tensor_names, write_weights
 from .tensor_names import DECODER, Path, TensorName
 
 ADAPTER, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-PROJECTIONS = tuple(module.split(".")[-1] for module in DECODER if "_proj" in module)  # of layers with attention
+PROJECTIONS = tuple(module.split(".")[-1] for module in DECODER if "_proj" in module)  # of attention and MLP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Lora:
     """The settings of adapters. `targets` are every layer's adapted projections, by their names in `transformers`."""
 
     rank: int
-    alpha: float  # alpha / rank multiplies the product of two adapters
+    alpha: float  # alpha / rank multiplies the product of a pair of adapters
     targets: tuple[str, ...] = PROJECTIONS
 
 
@@ -50,8 +50,8 @@ class Uniform:
 
 
 def adapted(model: Decoder, lora: Lora) -> Decoder:
-    """The abstract model with adapters, all other weights frozen; `model` may be abstract and is not changed. Raises
-    ModelConfigError for a target that the model lacks."""
+    """The abstract model with adapters; its other weights are frozen. `model` may be abstract, and is not changed.
+    Raises ModelConfigError for a target that the model lacks."""
     shapes = shapes_only(model)
     paths = [weight.path for weight in _adapted_weights(model.config, lora)]
     attach(shapes, paths, lora.rank, lora.alpha / lora.rank, Uniform())
@@ -59,8 +59,8 @@ def adapted(model: Decoder, lora: Lora) -> Decoder:
 
 
 def _adapted_weights(config: DecoderConfig, lora: Lora) -> list[TensorName]:
-    """The weights beside which adapters stand, as a checkpoint has them. Layers of several kinds have projections of
-    the same name."""
+    """The names of the weights that get adapters. Layers of several kinds have projections of the same name. Raises
+    ModelConfigError for a target that the model lacks."""
     found: dict[str, list[TensorName]] = {}
     for weight in tensor_names(config):
         name = weight.name.removesuffix(".weight").split(".")[-1]
@@ -130,7 +130,7 @@ def load_adapters(config: DecoderConfig, path: str | os.PathLike[str], lora: Lor
 
 
 def _entries(config: DecoderConfig, lora: Lora) -> list[TensorName]:
-    """The adapters, by the module paths of the model in `transformers`, whatever the checkpoint's layout."""
+    """The names of the adapters on disk: by the modules of `transformers`, whatever the checkpoint's layout."""
     config = dataclasses.replace(config, names=NameLayout.NESTED)
     entries = []
     for weight in _adapted_weights(config, lora):

@@ -35,7 +35,7 @@ class Architecture:
     tensor_names: Callable[[DecoderConfig, Mapping[Any, Any]], "list[TensorName]"]
     published: NameLayout = NameLayout.FLAT  # the layout of published checkpoints, which SGLang reads
     rope_index: Callable[..., tuple[np.ndarray, int]] | None = None  # None: the model reads text only
-    carried: str = ""  # the beginning of the names of tensors that no model here reads, but exports write back
+    carried: str = ""  # prefix of the names of tensors that no model here reads, and exports copy
 
 
 def _part(path: str) -> Callable[..., Any]:
@@ -91,12 +91,13 @@ ARCHITECTURES = {
 
 @one_line(ModelConfigError)
 def read_config(config: JsonObject) -> DecoderConfig:
-    """The typed configuration of a `config.json`. Raises ModelConfigError, which lists the supported architectures."""
+    """The typed configuration of a `config.json`. Raises ModelConfigError for contents that can't be used."""
     return ARCHITECTURES[architecture_of(config)].read(config)
 
 
 def architecture_of(config: JsonObject) -> str:
-    """The key of the row of a `config.json`: of its `architectures`, or else of its `model_type`."""
+    """The key in `ARCHITECTURES` for a `config.json`: by its `architectures`, or by its `model_type` if it has none.
+    Raises ModelConfigError, which lists the supported architectures."""
     names = config.get("architectures") or []
     keys = {row.name: key for key, row in ARCHITECTURES.items()}
     known = [keys[name] for name in names if name in keys]
@@ -109,7 +110,7 @@ def architecture_of(config: JsonObject) -> str:
 
 
 def write_config(config: DecoderConfig) -> dict[str, Any]:
-    """The `config.json` dictionary of a configuration: the dictionary that was read, if that still means the same."""
+    """The `config.json` dictionary of a configuration: the dictionary that was read, if it still means the same."""
     source = json.loads(config.extra)
     # `names` is a property of the weight files, not of config.json
     if source and dataclasses.replace(read_config(source), names=config.names) == config:

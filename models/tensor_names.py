@@ -1,4 +1,4 @@
-"""The names and layouts of weights on disk, in Hugging Face checkpoints: of one weight, and of the whole decoder."""
+"""The names and layouts of weights on disk, in Hugging Face checkpoints: of one weight, and of the decoder."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ PREFIXES = {  # prefixes of the tower and of the decoder
 
 @dataclasses.dataclass(frozen=True)
 class TensorName:
-    """The name of one weight. It has `{}` for the layer number if the weight is stacked over layers.
+    """The name of one weight, with `{}` for the layer number if the weight is stacked over layers.
 
     A parameter has its input axes first (`[in..., out...]`), a torch linear layer has `[out, in]`: the disk holds the
     transpose, flattened to `disk_shape`. Only the layout differs, so that writing and reading keep every bit.
@@ -31,7 +31,7 @@ class TensorName:
     name: str
     path: Path
     shape: tuple[int, ...]  # shape of one layer's parameter
-    numbers: tuple[int, ...]  # of the layers in its stack; empty for a weight outside all stacks
+    numbers: tuple[int, ...]  # layer numbers of the weight's stack; empty outside all stacks
     inputs: int  # number of input axes in `shape`; 0 for tables and vectors
     disk_shape: tuple[int, ...]
 
@@ -41,7 +41,7 @@ class TensorName:
 
     @property
     def full_names(self) -> list[str]:
-        """The name in each layer."""
+        """The name on disk in each layer of the stack; one name for a weight outside all stacks."""
         return [self.name.format(number) for number in self.numbers] or [self.name]
 
     def to_disk(self, value: np.ndarray) -> np.ndarray:
@@ -63,12 +63,12 @@ class TensorName:
 def name_weights(
     modules: Mapping[str, str], prefix: str, weights: Weights, numbers: Sequence[int] | None = None
 ) -> list[TensorName]:
-    """The names of weights, by torch module: `modules` has the path of each, with dots. `numbers` are the layer numbers
-    of stacked weights, in the order of the stack; None: 0, 1, 2, ...
+    """The names of the weights of torch modules. `modules` maps each module to the path of its weight, with dots.
+    `numbers` are the layer numbers of stacked weights, in the order of the stack; None: 0, 1, 2, ...
 
     A bias has the path of its matrix with `_bias` behind it. Layouts follow from the declarations: tables (`[V, D]`)
-    are the same on both sides, biases and scales are flat, all others are matrices of a torch `Linear`. Their inputs
-    are all axes but the last if that is the width `D`, else the first axis.
+    have one layout in both places, biases and scales are flat, and all other weights are matrices of a torch `Linear`.
+    The input axes of a matrix are all but the last axis if the last axis is the width `D`, else the first axis.
     """
     names = []
     for module, path in modules.items():
@@ -107,8 +107,8 @@ DECODER = {
 
 
 def decoder_names(weights: Weights, prefix: str, numbers: Sequence[int] | None = None) -> list[TensorName]:
-    """Every weight of the decoder once; `prefix` is its place on disk: `model.`, or `model.language_model.`. `numbers`:
-    see `name_weights`."""
+    """The name of every weight of the decoder. `prefix`, `model.` or `model.language_model.`, begins all names but that
+    of the head. `numbers`: see `name_weights`."""
     # A tied model has no weight for the head.
     return name_weights(DECODER, prefix, weights, numbers) + name_weights({"lm_head": "head.table"}, "", weights)
 

@@ -1,4 +1,4 @@
-"""The common parts of commands: one line for wrong input; for commands that listen: flags, socket, an orderly end."""
+"""The common parts of commands: errors in one line; for commands that listen, flags, a socket and an orderly end."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import uvicorn
 
 TOKEN = "FLUXJAX_TOKEN"
-SILENT = 64  # connections without a complete head of a request: a new connection replaces the oldest
-HEAD_SECONDS = 10.0  # most seconds from the beginning of a connection to the end of its first head
+SILENT = 64  # most connections without a complete head of a request; one more replaces the oldest
+HEAD_SECONDS = 10.0  # most seconds from the beginning of a connection to the end of the head of its first request
 
 
 class Parser(argparse.ArgumentParser):
@@ -90,7 +90,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that is bound but does not listen yet: clients are refused until there is something to serve. Raises
+    """A socket that is bound but does not listen yet: clients are refused until the server is ready. Raises
     ValueError, which names the flags."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -112,10 +112,10 @@ def address_of(listening: socket.socket) -> str:
 
 
 def http_server(app: Any, started: Callable[[], None] = lambda: None) -> uvicorn.Server:
-    """The server of an ASGI application: its `serve` serves until `should_exit` is set. `started` is called when it is
-    ready. The caller handles signals: uvicorn would wait for running samples, then die of the signal."""
+    """The server of an ASGI application: its `serve` serves until `should_exit` is set. `started` is called when the
+    server is ready. The caller handles signals: uvicorn would wait for running samples, then die of the signal."""
     import uvicorn
-    from uvicorn.protocols.http.h11_impl import H11Protocol  # it bounds heads; the protocol of httptools does not
+    from uvicorn.protocols.http.h11_impl import H11Protocol  # it bounds the size of heads, unlike httptools
 
     silent: dict[asyncio.Protocol, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}  # oldest first
 
@@ -167,7 +167,7 @@ def http_server(app: Any, started: Callable[[], None] = lambda: None) -> uvicorn
 
 
 async def serve_until_told(app: Any, listening: socket.socket, stop: Callable[[], Awaitable[None]]) -> None:
-    """Serves an ASGI application, says so in one line, and ends at SIGTERM or SIGINT, after `stop`."""
+    """Serves an ASGI application and prints the address. At SIGTERM or SIGINT, awaits `stop`, then ends the server."""
     http = http_server(app, lambda: print(f"listening on {address_of(listening)}", flush=True))
     told = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

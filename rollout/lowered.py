@@ -1,4 +1,4 @@
-"""An embedded engine's arrays and programs for devices that are only described: shapes, and lowered programs."""
+"""An embedded engine's arrays, as shapes, and its programs, lowered, for devices that are only described."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from .turns import PREFILL_PATCHES, PrefillBatch, Prefix, by_groups, chunk_token
 
 
 class EngineArrays:
-    """The arrays that an engine keeps on its devices, as shapes with shardings: `params` and `cache`; and `handed_in`,
-    the weights of an update: stacks of layers, in the served dtype."""
+    """Arrays of an engine, as shapes with shardings. The engine keeps `params` and `cache` on its devices. `handed_in`
+    are the weights of an update: stacks of layers, in the served dtype."""
 
     def __init__(
         self, model: Decoder, limits: EngineLimits, compute_dtype: DTypeLike | None, devices: Sequence[Any]
@@ -58,12 +58,12 @@ class EngineArrays:
 
     def lowered(self, prompt: ModelInput, begun: Sequence[int] = ()) -> dict[str, jax.stages.Lowered]:
         """The programs that need most memory, by name, not compiled yet. `prefill` has as many prompts like `prompt`,
-        the longest one, as a call takes, or the last chunk of a sequence if that needs more memory. `features` has the
-        prompt's largest group of frame pairs, if its features are computed by groups. `decode` has all slots at
-        full length.
+        the longest one, as a call takes, or the last chunk of a sequence if that has more attention scores. `features`
+        has the largest group of the prompt's frame pairs, if the vision tower computes by groups. `decode` has all
+        slots at full length.
 
-        `begun` are the lengths of a prompt's responses that are prefilled with it: requests continue after their cache
-        was dropped.
+        `begun` are the numbers of tokens of a prompt's responses that are prefilled with the prompt: requests that
+        have lost their cache go on in this way.
         """
         limits, programs = self._state.limits, self._state.programs
         whole = chunk_tokens(prompt)
@@ -97,6 +97,6 @@ class EngineArrays:
 
 
 def _scores(batch: PrefillBatch) -> int:
-    """The number of attention scores of a head in a prefill."""
+    """The number of attention scores of one head in a prefill, masked scores included."""
     B, T = batch.inputs.tokens_BT.shape
     return B * T * (T + (0 if batch.context is None else batch.context.pages_BC.shape[1] * PAGE_TOKENS))

@@ -1,8 +1,8 @@
 """Reads bodies of `POST /generate` as requests of the engine: bodies of `rollout.wire`, or plain bodies for SGLang.
 
-A body is read in two steps: first its JSON (`read_body`), then its prompts, with their patches (`requests_of`). It can
-be aborted between these steps. Samples that differ only in their number and their tokens so far become one request,
-whose prompt is prefilled once. Any error in a body raises `wire.BadRequest`, which names the field.
+`read_body` reads the JSON of a body, and `requests_of` then reads the prompts with their patches; samples of the body
+can be aborted in between. Samples that differ only in their number and their tokens so far become one request, whose
+prompt is prefilled once. Any error in a body raises `wire.BadRequest`, which names the field.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ SAMPLING = {
     "stream_interval", "skip_special_tokens", "sampling_seed", "custom_params", "no_stop_trim",
     "spaces_between_special_tokens",
 }  # fmt: skip
-NOTHING = {"repetition_penalty": 1, "logprob_start_len": -1}  # neutral values of SGLang's fields, beside 0
+# The neutral values of these fields of SGLang; false, 0 and empty values of all other fields are neutral
+NOTHING = {"repetition_penalty": 1, "logprob_start_len": -1}
 
 
 @dataclasses.dataclass(frozen=True)
 class BodySample:
-    """One sample of a body. The last `begun` of its `ids` were generated earlier."""
+    """One sample of a body. The last `begun` tokens of `ids` were generated earlier."""
 
     rid: str
     ids: tuple[int, ...]
     begun: int
-    number: int  # the number on which its tokens depend
+    number: int  # the sample's number, on which the sampled tokens depend
     seed: int
     sampling: SamplingParams
     interval: int  # tokens between two events of a stream
@@ -71,8 +72,8 @@ def read_json_object(raw: bytes) -> Json:
 
 
 def read_body(raw: bytes, vocabulary: int, eos_ids: tuple[int, ...]) -> Body:
-    """Reads a body, but not the arrays of its media. A response ends with `eos_ids` and its `stop_token_ids`, unless
-    `ignore_eos`."""
+    """Reads a body, but not the arrays of its media. A response ends at a token of `eos_ids` or of its
+    `stop_token_ids`; with `ignore_eos`, at neither."""
     content = read_json_object(raw)
     _refuse_wishes("", content, READ)
     ids = content.get("input_ids")
@@ -91,7 +92,7 @@ def read_body(raw: bytes, vocabulary: int, eos_ids: tuple[int, ...]) -> Body:
 
 
 def _column(content: Json, name: str, n: int, batch: bool) -> Sequence[Any]:
-    """A field's value for each sample. A batch may have one object of sampling parameters for all."""
+    """A field's value for each sample. A batch may have one object for all samples."""
     value = content.get(name)
     if not batch or value is None or isinstance(value, dict):
         return [value] * n
@@ -101,7 +102,7 @@ def _column(content: Json, name: str, n: int, batch: bool) -> Sequence[Any]:
 
 
 def _media(field: str, value: Any) -> Json:
-    """The media of a field of a sample, all in one entry."""
+    """The media in a field of a sample. The field must have a single entry."""
     entries = value if isinstance(value, list) else [value]
     if len(entries) != 1:
         raise BadRequest(f"{field}: one entry in our format has all media of a sample")
@@ -109,7 +110,7 @@ def _media(field: str, value: Any) -> Json:
 
 
 def _refuse_wishes(where: str, fields: Json, read: Container[str]) -> None:
-    """Raises BadRequest for a field that is not in `read` and has an effect; neutral fields of SGLang are allowed."""
+    """Raises BadRequest for a field that is not in `read` and has an effect; neutral values are allowed."""
     for name, value in fields.items():
         nothing = NOTHING.get(name, False)
         wishes = [wish for wish in (value if isinstance(value, list) else [value]) if wish is not None]
@@ -118,7 +119,7 @@ def _refuse_wishes(where: str, fields: Json, read: Container[str]) -> None:
 
 
 def _sample(place: int, ids: Any, given: Json, seed: int, vocabulary: int, eos_ids: tuple[int, ...]) -> BodySample:
-    """Reads the sample at a place of a body; a sample that names no seed gets `seed`."""
+    """Reads sample `place` of a body; a sample that names no seed gets `seed`."""
     rid = uuid.uuid4().hex if given["rid"] is None else given["rid"]
     if not isinstance(rid, str) or not rid:
         raise BadRequest("rid must be a string that is not empty")
@@ -163,9 +164,9 @@ def _object(name: str, value: Any) -> Json:
 def requests_of(
     body: Body, config: DecoderConfig, processor: Processor, *, shadows: bool
 ) -> list[tuple[GenerateRequest, list[int]]]:
-    """The requests of a body, not yet checked by the engine, each with the places of its samples in the body. Reads the
-    arrays of media: call it in a thread. `shadows`: patches may be tickets, for an engine that fetches pixels."""
-    sent: dict[str, Json] = {}  # the media that come with patches, by key: only one sample of a batch has patches
+    """The requests of a body, not checked by the engine yet, each with the indices of its samples in the body. Reads
+    the arrays of media: call it in a thread. With `shadows`, patches may be tickets: the engine fetches the pixels."""
+    sent: dict[str, Json] = {}  # media with patches, by key: of the samples with one medium, only one sends its patches
     for field, media in (pair for sample in body.samples for pair in sample.media.items()):
         if is_shadow(media.get("patches")) and not shadows:
             raise BadRequest(
@@ -189,7 +190,7 @@ def requests_of(
         if key not in prompts:
             prompts[key] = _prompt(first, sent, config, processor)
         request = GenerateRequest(
-            f"{first.rid}/",  # never a sample's name, which ends with a number
+            f"{first.rid}/",  # no sample's name: names of samples end with a number
             prompts[key],
             first.sampling,
             n=len(samples),

@@ -1,7 +1,7 @@
 """The client of one rollout server: SGLang, or `rollout.serve` behind the same routes.
 
 The client checks every reply: it compares ids, log-probs, versions and counts with the request and with earlier
-events. A reply that does not fit is a `ServerError`, as is a server out of reach.
+events. A reply that does not fit raises `ServerError`, and so does a server out of reach.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONNECT, CONTROL, UPDATE = 5.0, 30.0, 600.0  # seconds: to connect, for a short 
 OPENING = 16  # most requests whose head is not sent yet: our servers hang up on the oldest of 64 silent connections
 LEAST_LOGPROB = -1e30  # least log-prob of a token that can be sampled
 _ROWS_DROPPED = "drops the height and width rows of Qwen3.5's M-RoPE on CUDA (slime #2336, sglang #35345)"
-# By `model_type` of config.json: the first release of SGLang that serves the model, and the fault of earlier releases
+# By `model_type`: the first release of SGLang that computes the model rightly, and the fault of earlier releases
 FIRST_RELEASES = {"qwen3_5": ((0, 5, 20), _ROWS_DROPPED), "qwen3_5_moe": ((0, 5, 20), _ROWS_DROPPED)}
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
@@ -44,7 +44,7 @@ class UnfitRelease(Refused):
 
 @dataclasses.dataclass
 class SampleReply:
-    """The reply for one sample so far. Until the end, `versions` has only the versions of the first tokens."""
+    """The reply for one sample so far. Until the end, `versions` may lack the versions of the last tokens."""
 
     rid: str
     ids: list[int] = dataclasses.field(default_factory=list)
@@ -57,8 +57,8 @@ class SampleReply:
 class ServerClient:
     """The routes of a server as methods, for one event loop. Call `close` at the end.
 
-    Every method raises ServerError if the server can't be reached, takes too long (`CONTROL` seconds, `UPDATE` for
-    weights) or fails, and Refused if it refuses the request. Both errors name address and route.
+    Every request raises ServerError if the server can't be reached, takes too long (`CONTROL` seconds, or `UPDATE` for
+    weights and `ask`) or fails, and Refused if the server refuses it. Both errors name address and route.
     """
 
     def __init__(self, address: str, *, token: str = "") -> None:
@@ -77,7 +77,7 @@ class ServerClient:
     # --- orders ---------------------------------------------------------------------------------
 
     async def abort(self, rid: str) -> None:
-        """Ends all samples whose ids begin with `rid`: no id may begin with another id."""
+        """Ends all samples whose ids begin with `rid`, so that no id should be the beginning of another."""
         await self._order("/abort_request", {"rid": rid})
 
     async def pause(self, mode: PauseMode) -> None:
@@ -89,7 +89,7 @@ class ServerClient:
         await self._order("/continue_generation", {})
 
     async def update_from_disk(self, folder: str, version: int) -> None:
-        """Has the server read a checkpoint folder, as `version`. Pause the server before, check its weights after."""
+        """Has the server read a checkpoint folder, as `version`. Pause the server before, check the weights after."""
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
         await self._order("/update_weights_from_disk", body, seconds=UPDATE)
 
@@ -101,8 +101,8 @@ class ServerClient:
     async def update_from_tensors(
         self, buckets: Sequence[str], version: int | None, form: str = "flattened_bucket"
     ) -> None:
-        """Sends each rank a bucket in base64, flattened (`weights.torch_buckets`) or, to our own server, of the form
-        `safetensors`. The last bucket has the version, and drops the server's cached prompts, which are outdated."""
+        """Sends each rank one of `buckets`, in base64: flattened (`weights.torch_buckets`) or, to our own server, of
+        the form `safetensors`. The last call has the version, and drops cached prompts; earlier calls pass None."""
         body: Json = {"serialized_named_tensors": list(buckets), "load_format": form, "abort_all_requests": False}
         body |= {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": str(version)}
         encoded = await asyncio.to_thread(_encoded, body)
@@ -112,7 +112,7 @@ class ServerClient:
         await self._order("/end_weight_update", {}, seconds=UPDATE)
 
     async def pull_weights(self, local: str, source: str, version: int) -> str:
-        """Has the host make a checkpoint folder of a version (`weights.version_folders`). Returns the folder."""
+        """Has the host make a checkpoint folder of a version (`weights.version_folders`); returns the folder."""
         body = {"local_checkpoint_dir": local, "source_dir": source, "target_version": version}
         answer = await self._order("/pull_weights", body, seconds=UPDATE)
         return str(answer.get("model_path", local)) if isinstance(answer, dict) else local
@@ -130,14 +130,15 @@ class ServerClient:
             raise ServerError(f"{self.address}/weights_checker: answers {str(answer)[:200]}") from None
 
     async def sleep(self) -> None:
-        """Has the server give memory back: weights, which are lost, and cache. SGLang would die if a sample ran."""
+        """Has the server give memory back: weights, which are lost, and cache. Raises EngineError if
+        samples run: SGLang would die."""
         load = await self.load()
         if samples := load["running"] + load["waiting"]:
             raise EngineError(f"{self.address}: can't sleep, {samples:g} samples are running; abort them first")
         await self._order("/release_memory_occupation", {})
 
     async def wake(self) -> None:
-        """Has a sleeping server (else SGLang dies) take memory again. Its weights are arbitrary until an update."""
+        """Has a sleeping server take memory again; an awake SGLang would die. Weights are arbitrary until an update."""
         await self._order("/resume_memory_occupation", {})
 
     # --- questions ------------------------------------------------------------------------------
@@ -154,8 +155,8 @@ class ServerClient:
         return size
 
     async def check_release(self, model_type: str) -> None:
-        """Raises UnfitRelease for an SGLang that computes models of this `model_type` wrongly. If some release computes
-        them wrongly, also raises it for an SGLang that states no release."""
+        """Raises UnfitRelease for a release of SGLang that computes models of this `model_type` wrongly. An SGLang that
+        states no release counts as the oldest."""
         if model_type not in FIRST_RELEASES:
             return
         first, fault = FIRST_RELEASES[model_type]
@@ -169,7 +170,7 @@ class ServerClient:
             )
 
     async def asleep(self) -> bool:
-        """Says whether the server gave its memory back, by any client's order. SGLang does not report it: False."""
+        """Says whether the server gave its memory back, by any client's order; always False for SGLang."""
         return (await self._info("/server_info")).get("asleep") is True
 
     async def _info(self, route: str, seconds: float = CONTROL) -> Json:
@@ -200,11 +201,11 @@ class ServerClient:
         version: int,
         accepted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[SampleReply]:
-        """Sends a body of `wire.request_body` and fills `replies`, one for each sample in order; yields each reply that
-        ends. When the server begins its answer, empties the body, which may have many pixels, and calls `accepted`.
+        """Sends a body of `wire.request_body` and fills `replies`, one for each sample in order; yields each reply when
+        it ends. When the server begins its answer, empties the body, which may have many pixels, and calls `accepted`.
 
-        `version` is the version that the server has now. After a ServerError, `replies` hold the tokens before it; the
-        first `len(versions)` tokens of each reply are final, versions included.
+        `version` is the version that the server has now. After a ServerError, `replies` hold the tokens that arrived;
+        in each reply, the first `len(versions)` tokens and their versions are final.
         """
         reader = _StreamReader(self.address, replies, body["sampling_params"], vocabulary, version)
         async with self._reach("POST", "/generate", body, None) as response:
@@ -245,7 +246,7 @@ class ServerClient:
             heads.on_request_headers_sent.append(_head_is_sent)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, trace_configs=[heads])
         timeout, opening = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT), contextlib.ExitStack()
-        if seconds is None:  # `generate`; orders have a time-out, and wait for no request
+        if seconds is None:  # `generate`; orders, which have a time-out, do not wait here
             await self._opening.acquire()
             opening.callback(self._opening.release)
         try:
@@ -324,7 +325,7 @@ class _StreamReader:
         if (error := event.get("error")) is not None:
             said = error if isinstance(error, dict) else {"message": error}
             message = str(said.get("message", said))
-            # If the server has dropped patches, the next attempt sends them again.
+            # If the server has dropped patches, the next attempt sends the patches again.
             kind = Refused if said.get("code") in (400, 422) and "not here any more" not in message else ServerError
             raise kind(f"{self._address}/generate: {message}")
         index = event.get("index", 0)
@@ -373,7 +374,7 @@ class _StreamReader:
         kind = finish.get("type") if isinstance(finish, dict) else None
         if kind not in _REASONS:
             raise self._wrong(f"a finish reason {finish!r}")
-        if kind == "abort" and finish.get("status_code"):  # the server's own trouble, not our order
+        if kind == "abort" and finish.get("status_code"):  # a fault of the server, not our `abort`
             raise self._wrong(f"an abort with status {finish['status_code']}: {finish.get('message')}")
         if kind == "stop" and not self._stopped(reply):
             raise self._wrong(

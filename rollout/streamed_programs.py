@@ -44,9 +44,9 @@ class LayerKind(NamedTuple):
 
 
 class StreamedPrograms:
-    """The programs of one architecture. `outer` are the model's weights without its layers (and without a vision
+    """The programs of one architecture. `outer` are the model's weights without the layers (and without a vision
     tower). A `layer` is the weights of a resident layer, or the parts of a streamed layer; its `kind` is one of
-    `kinds`. Parts of all kinds have one size, so that a layer's program does not depend on the kind that travels.
+    `kinds`. All parts have the same size, so that a layer's program does not depend on the kind that travels.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -57,7 +57,7 @@ class StreamedPrograms:
             stacks = by_path(nnx.to_pure_dict(nnx.state(module)))
             self.kinds[kind] = LayerKind(nnx.graphdef(module), {path: x.shape[1:] for path, x in stacks.items()})
         largest = max(sum(map(math.prod, kind.shapes.values())) for kind in self.kinds.values())
-        self.part_size = -(-largest // PARTS)  # values a part; the last is padded
+        self.part_size = -(-largest // PARTS)  # values of a part; the last part is padded
         for name in {*self.kinds, "visual"} & vars(model).keys():
             delattr(model, name)
         self._outer = nnx.graphdef(model)
@@ -111,10 +111,10 @@ class StreamedPrograms:
         room: int,
         kind: str,
     ) -> tuple[Float[Array, "B T D"], Parts, Kept | None]:
-        """Computes a layer over packed rows; returns (hidden states, `upcoming` on the device, keys and values, or the
-        state behind each row's last run).
+        """Computes a layer over packed rows. Returns (hidden states, `upcoming` on the device, what the layer keeps).
 
-        Keys and values are returned with `room` columns behind the row. Nothing is kept if `room` is 0."""
+        The layer keeps keys and values, with `room` free columns behind each row, or the state behind each row's last
+        run. If `room` is 0, the layer keeps nothing (None)."""
         attend_rows = packed_attention(segments_BT, branches_BT)
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, KeyValues | None]:
@@ -171,14 +171,14 @@ class StreamedPrograms:
         before_BA: Int[Array, "B A"],
         tokens_BA: Int[Array, "B A"],
     ) -> Float[Array, "B A"]:
-        """The log-probability of each token, in nats, behind the given column of its row."""
+        """The log-probabilities of `tokens_BA`, in nats, each behind the column `before_BA` of its row."""
         model = models.merge(self._outer, outer)
         hidden_BAD = jnp.take_along_axis(x, before_BA[..., None], axis=1)
         hidden_BAD = model.final_norm(self.walk, hidden_BAD)
         return token_logprobs(hidden_BAD, model.head_weight(self.walk), tokens_BA)[0]
 
     def _likeliest(self, outer: Params, x: Float[Array, "B T D"], last_B: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The most probable token behind a column of each row; the first of equally probable tokens."""
+        """The most probable token behind column `last_B` of each row; the lowest id of equally probable tokens."""
         model = models.merge(self._outer, outer)
         hidden_BD = model.final_norm(self.walk, jnp.take_along_axis(x, last_B[:, None, None], axis=1))[:, 0]
         head_VD = model.head_weight(self.walk)

@@ -2,7 +2,7 @@
 
 `python benchmarks/engine_profile.py` writes the file, which is JSON: `{"version": 1, "device": "cpu", "devices": 4,
 "model": {"num_layers": 2}, "points": [{"degree": 1, "batch": 8, "length": 64, "prefill": 5000.0, "decode": 800.0}]}`,
-with more sizes of the model and more points; rates are in tokens a second of one engine.
+with more sizes of the model and more points. Rates are the tokens of one engine in a second.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ VERSION = 1
 
 
 class ProfileError(ValueError):
-    """A profile that can't be read, or that has no suitable measurement. The message names the file."""
+    """A profile can't be read, or has no suitable measurement."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
     """Rates of one engine on `degree` devices with `batch` samples at once: `prefill` of prompts of `length` tokens,
-    and `decode` of the tokens behind them, in tokens a second (median)."""
+    and `decode` of the tokens behind the prompts, in tokens a second (median)."""
 
     degree: int
     batch: int
@@ -66,8 +66,8 @@ class Profile:
         return profile
 
     def best_degree(self, batch: int, length: int, devices: int) -> int:
-        """The degree at which engines on `devices` devices decode most tokens a second in all, when they divide `batch`
-        samples of about `length` tokens between them; the smaller degree if two are equally fast.
+        """The degree at which the engines on `devices` devices together decode most tokens a second, when they divide
+        `batch` samples of about `length` tokens between them. The smallest of equally fast degrees counts.
 
         Rates between measured batches are interpolated on a logarithmic scale; the nearest measured length counts.
         Raises ProfileError if no degree up to `devices` was measured.

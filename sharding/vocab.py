@@ -7,11 +7,12 @@ GPUs, the kernels of `kernels.head_kernels` compute instead; this module launche
 In the kernels' forward pass, logits exist in registers only. Each program goes through a part of the vocabulary for
 some tokens; the sums of the parts, `[parts, T]`, are combined here.
 
-In their backward pass, the vocabulary is cut into chunks. A kernel computes a chunk's logits again and writes their
-gradients in the dtype of the hidden states, `[T, width]`. Two matrix products of XLA (cuBLAS, or a faster kernel that
-XLA finds) compute from these the chunk of the head's gradient, which is final, and a term of the hidden states'
-gradient, which is summed in float32. So each number of the head's gradient is one sum over all tokens, rounded once,
-and no float32 copy of it exists. Nothing is added by atomics: the same inputs give the same bits.
+In the kernels' backward pass, the vocabulary is cut into chunks. A kernel computes a chunk's logits again and writes
+the gradients of these logits, `[T, width]`, in the dtype of the hidden states. From the gradients, two matrix products
+of XLA (cuBLAS, or a faster kernel that XLA finds) compute the chunk of the head's gradient, and a term of the hidden
+states' gradient, which is summed in float32. So each number of the head's gradient is one sum over all tokens, rounded
+once, and no complete float32 copy of this gradient exists. Nothing is added by atomics: the same inputs give the same
+bits.
 
 Four products of T x V x D in all are the least possible without storing logits. Kernels that also summed the gradients
 would compute logits several times more: sums of `[TOKENS, D]` or `[IDS, D]` do not fit into the registers of a program,
@@ -29,9 +30,9 @@ from .mesh import Tiling, launch, runs_triton, target, varying_zero
 
 CHUNK_LOGITS = 1 << 26  # logits of a chunk if no size is given: 256 MB in float32
 LOG2E = 1.4426950408889634
-TOGETHER = 16  # tiles of tokens that run at once on the same part of the head: both stay in the L2 cache
-LEAST_PARTS = 8  # parts of the vocabulary: times TOGETHER, a program for nearly each of an H100's 132 processors
-PROGRAMS = 1024  # the target for the number of programs: with few tokens, the vocabulary has more parts
+TOGETHER = 16  # tiles of tokens that run at once on one part of the head, so that tokens and part stay in L2
+LEAST_PARTS = 8  # least parts of the vocabulary: 8 x TOGETHER programs for an H100's 132 processors
+PROGRAMS = 1024  # the aim for the number of programs: with few tokens, the vocabulary has more parts
 
 
 def token_logprobs(
@@ -43,11 +44,11 @@ def token_logprobs(
     temperature: float | Float[Array, "B T"] = 1.0,
     allowed_V: Bool[Array, " V"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """(log-probability of each target, entropy of its distribution) under `softmax(hidden @ head.T / temperature)`.
+    """(log-probability of each target, entropy) under `softmax(hidden @ head.T / temperature)`.
     `temperature` is a positive number for all tokens, or an array with a number for each token.
 
     `allowed_V` restricts the softmax to the tokens that an engine may sample. Otherwise probability would leak to the
-    other tokens: they are never sampled, so that no reward ever takes it back.
+    other tokens: they are never sampled, so that no reward ever takes the probability back.
 
     Results are float32 and in nats, differentiable in `hidden_BTD` and `head_VD`; products accumulate in float32
     whatever the dtype of these two. `chunk` is the number of tokens whose logits exist at once; 0 chooses by V. If the
@@ -193,7 +194,7 @@ def _fused_backward(
     )
 
     def add_chunk(start: int | Array, width: int, grads: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Adds the gradients through `width` ids from `start` on to the gradients of hidden states and head."""
+        """Returns `grads` (of hidden states, of head) with the part of the ids `start .. start + width` filled in."""
         hidden_grad_TD, head_grad_VD = grads
         # Here V counts the ids of the chunk.
         chunk_VD, chunk_V = (jax.lax.dynamic_slice_in_dim(x, start, width) for x in (head_VD, allowed_V))

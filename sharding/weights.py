@@ -1,7 +1,7 @@
 """A weight is declared once; its abstract shape, initial value, sharding and gather derive from the declaration.
 
 Low-rank adapters (LoRA, arXiv:2106.09685) are weights, too: beside `q` (`[in..., out...]`, frozen) are `q_lora_a`
-(`[in..., R]`) and `q_lora_b` (`[R, out...]`), which are trained. No model reads the two: when a layer is used, a walk
+(`[in..., R]`) and `q_lora_b` (`[R, out...]`), which are trained. No model reads adapters: when a layer is used, a walk
 adds `factor * a @ b` in float32 to the shard of `q` that a device holds, before it casts and gathers the sum. So every
 strategy computes with the same weights that engines get (`with_adapters`).
 """
@@ -40,8 +40,8 @@ class WeightSpec:
     axes: tuple[str, ...]
     init: Initializer = dataclasses.field(compare=False)
     dtype: DTypeLike = jnp.float32
-    inputs: int = 0  # leading dimensions that `models.layers.project` sums over; 0: not for `project`
-    outputs_first: bool = False  # the dimensions that are summed over come last, as in an engine
+    inputs: int = 0  # number of dimensions that `models.layers.project` sums over; 0: not for `project`
+    outputs_first: bool = False  # the dimensions that `project` sums over are the last ones, as in an engine
     frozen: bool = False  # not trained
     lora: float = 0.0  # factor on the product of its adapters; 0: no adapters
 
@@ -74,7 +74,7 @@ def weight(rngs: nnx.Rngs, spec: WeightSpec, stack: int | None = None) -> nnx.Pa
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """The cut of one weight on a mesh: its dimension `dim` (not counting layers) is cut over `axes`, in their order."""
+    """The cut of one weight: dimension `dim` (layers do not count) is cut over the mesh axes `axes`, in their order."""
 
     dim: int
     axes: tuple[str, ...]
@@ -83,9 +83,9 @@ class Cut:
 def cut_of(spec: WeightSpec, mesh: Mesh) -> Cut | None:
     """The cut of this weight under FSDP, or None to replicate it. Mesh axes of size one are left out.
 
-    The first logical axis of `CUT` whose size the number of devices divides is cut. If no axis fits, outer mesh axes
-    are left out: the weight is then cut over the largest suffix of the mesh axes that fits, and replicated over the
-    other mesh axes. If no suffix fits, as may be with 3 devices, it is replicated over all.
+    The cut goes through the first logical axis of `CUT` whose size is a multiple of the number of devices. If no axis
+    fits, outer mesh axes are left out: the weight is cut over the largest suffix of the mesh axes that fits, and
+    replicated over the other mesh axes. If no suffix fits, as may be with 3 devices, the weight is replicated over all.
     """
     names = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
     for first in range(len(names)):
@@ -138,7 +138,7 @@ def map_weights(function: Callable[[tuple, nnx.Variable], object], model: nnx.Mo
 
 
 def place(value: np.ndarray, sharding: Sharding) -> jax.Array:
-    """Puts a weight from the host onto its devices; each device gets only its share. All processes have `value`."""
+    """Puts a weight from the host onto its devices; each device gets only its shard. All processes need `value`."""
     if sharding.is_fully_addressable:
         array = jax.block_until_ready(jax.device_put(value, sharding, may_alias=False))
         _dispatch(np.float32(0))  # a call usually makes the runtime free host values whose transfer is done
@@ -154,13 +154,13 @@ def _dispatch(nothing: jax.Array) -> jax.Array:
 def place_stack(layers: Iterable[np.ndarray], depth: int, sharding: Sharding) -> jax.Array:
     """The stack `[L, ...]` of `depth` layers of one weight, assembled on its devices.
 
-    The host holds one layer at a time; a device holds its share of the stack and of one layer.
+    The host holds one layer at a time; a device holds its shards of the stack and of one layer.
     """
     stack: jax.Array | None = None
-    for number, value in zip(range(depth), layers, strict=False):  # `layers` may have more
+    for number, value in zip(range(depth), layers, strict=False):  # `layers` may have more than `depth`
         if stack is None:
             stack = jnp.zeros((depth, *value.shape), value.dtype, device=sharding)
-        # Waits for each layer: otherwise values in transfer would pile up on the host. No variable keeps a layer alive.
+        # Waits for each layer, or values in transfer would pile up on the host. No variable holds the layer's array.
         stack = jax.block_until_ready(_with_layer(stack, place(value, _of_a_layer(sharding)), number))
     assert stack is not None, "a stack has layers"
     return stack
@@ -194,7 +194,7 @@ def is_adapter(path: Path) -> bool:
 
 
 def attach(model: nnx.Module, paths: Iterable[Path], rank: int, factor: float, init_a: Initializer) -> None:
-    """Freezes all weights of an abstract model and gives those of `paths` adapters: `a` from `init_a`, `b` zero."""
+    """Freezes all weights of an abstract model, and adds adapters to those at `paths`: `a` by `init_a`, `b` zero."""
     adapted_paths = set(paths)
     for keys, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         path = tuple(map(str, keys))
@@ -233,13 +233,13 @@ def without_adapters(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapted(tree: Mapping[str, Any], specs: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights that have adapters, out of a tree like the parameters."""
+    """The weights of `tree`, a tree like the parameters, that have adapters."""
     declared, leaves = by_path(specs), by_path(tree)
     return unflatten_dict({path: leaf for path, leaf in leaves.items() if path in declared and declared[path].lora})
 
 
 def with_adapters(weights: Mapping[str, Any], adapters: Mapping[str, Any], specs: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights of `adapted` with their adapters added."""
+    """The weights that `adapted` returns, each with the product of its adapters added."""
     declared, found = by_path(specs), by_path(adapters)
 
     def merged(path: Path, value: Array) -> Array:

@@ -3,10 +3,10 @@
     -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i),     s_i = (policy(o_i) / behaviour(o_i))**(1 / |o_i|)
 
 (equations 5 and 7), averaged over responses. The gradient of s_i is `s_i mean_t grad log policy(o_t)` (equation 10).
-Each token can compute its part of that gradient alone, from `sg(s_i) policy(o_t) / sg(policy(o_t))` (GSPO-token,
-equation 14). So a token's loss needs only its own microbatch; the response's other tokens may lie in others. A forward
-pass before each optimizer step computes s_i. Advantages are GRPO's. Bounds are narrow (3e-4 and 4e-4, section 5.1),
-because a mean of logs over a response varies little.
+A token can compute its part of that gradient alone, from `sg(s_i) policy(o_t) / sg(policy(o_t))` (GSPO-token,
+equation 14). So the tokens of a response may lie in several microbatches. A forward pass before each optimizer step
+computes s_i. Advantages are GRPO's. Bounds are narrow (3e-4 and 4e-4, section 5.1), because a mean of logs over a
+response varies little.
 """
 
 import jax
@@ -30,7 +30,7 @@ class GSPO(GRPO):
         assert batch.policy_log_ratios_BT is not None, "filled in by fluxjax.learner.loss_inputs.with_policy_ratios"
         trained_BT = batch.loss_weights_BT != 0.0
         _, weight_BT = correction(logprobs_BT, batch, cfg.importance)
-        change_BT = masked(logprobs_BT - jax.lax.stop_gradient(logprobs_BT), trained_BT)  # 0, with a gradient
+        change_BT = masked(logprobs_BT - jax.lax.stop_gradient(logprobs_BT), trained_BT)  # 0, but its gradient is not
         ratio_BT = jnp.exp(batch.policy_log_ratios_BT + change_BT)
         objective_BT, clipped_BT = clipped_surrogate(ratio_BT, batch.advantages_BT, cfg.clip_low, cfg.clip_high)
         metrics = {"ratio": masked(ratio_BT, trained_BT), "clip_fraction": masked(clipped_BT, trained_BT)}

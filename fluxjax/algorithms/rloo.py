@@ -2,9 +2,9 @@
 
     A_i = R_i - mean of R_j over j != i
 
-This is G / (G - 1) times GRPO's advantage before the division by the standard deviation; the baseline adds no bias. A
-response is one action: its tokens' log-probs are summed (aggregation by a constant). The loss is GRPO's: at a ratio of
-1 its gradient is REINFORCE's, and clipping cuts off the gradient of tokens whose ratio has moved far.
+This is G / (G - 1) times GRPO's advantage before the division by the standard deviation. The baseline adds no bias. A
+response is one action: the log-probs of its tokens are summed (aggregation by a constant). The loss is GRPO's. At a
+ratio of 1, the gradient is REINFORCE's; clipping cuts off the gradient of tokens whose ratio is far from 1.
 """
 
 from collections.abc import Sequence

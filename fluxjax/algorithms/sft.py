@@ -1,6 +1,6 @@
 """Supervised fine-tuning on given answers: the negative log-likelihood of each answer token, given the tokens before.
 
-Warm starts use it. Advantages, behaviour and reference log-probs play no part.
+Warm starts use this algorithm. Advantages, behaviour and reference log-probs play no part.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ def advantages(groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
 def token_loss(
     logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
 ) -> LossAndMetrics:
-    """Returns the loss `-log p(token)` in nats, also as the metric `nll`. The metric is a mean over tokens, whatever
-    their weights."""
+    """Returns the loss `-log p(token)` in nats, also as the metric `nll`. The metric is a mean over the trained
+    tokens, without their loss weights."""
     trained_BT = batch.loss_weights_BT != 0.0
     loss_BT = masked(-logprobs_BT, trained_BT)
     return loss_BT, {"nll": loss_BT}

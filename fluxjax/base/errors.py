@@ -1,6 +1,6 @@
 """Errors that a user can mend: one line that names the field, the file or the record, and the fix."""
 
-USER, LOST = 2, 3  # exit statuses of `fluxjax.train`: the user must mend something; another process was lost
+USER, LOST = 2, 3  # exit statuses of `fluxjax.train`: an error for the user to mend; the loss of another process
 
 
 class ConfigError(ValueError):
@@ -12,7 +12,7 @@ class DataError(ValueError):
 
 
 class RecordError(ValueError):
-    """One record cannot be used; others can. `reason` is short and holds no names, so that equal reasons can be
+    """One record cannot be used; other records can. `reason` is short and holds no names, so that equal reasons can be
     counted; `detail` is for the log."""
 
     def __init__(self, id: str, reason: str, detail: str = "unusable record") -> None:

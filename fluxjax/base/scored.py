@@ -1,11 +1,12 @@
-"""A prompt, a response to it and its reward. JAX is not imported: processes that score need none.
+"""A prompt, a response to it and its reward. JAX is not imported: processes that score need no JAX.
 
-Other code imports these classes from `base/types.py`, with all other data of a step.
+`base/types.py` offers these classes, too, with all other data of a step.
 
-The numbers of a response (tokens, log-probs, versions) are written as bytes once, and sent to other processes: a head
-(the response's index in its group, tokens, runs of versions, bytes of a token, temperature), the versions as runs of
-(version, tokens), log-probs as float32, and tokens as the smaller of two integer types that holds all of them; little
-endian. Nearly all responses have one version, so their runs are short.
+The numbers of a response are written once as little-endian bytes, and sent to other processes:
+
+- a head: the sample's number, the number of tokens, the number of runs of versions, the bytes of a token, temperature;
+- runs of (version, number of tokens): nearly all responses have one run;
+- log-probs as float32, then tokens as uint16 if all of them fit, else as int32.
 """
 
 import dataclasses
@@ -24,19 +25,20 @@ from .medium import Media
 _HEAD = struct.Struct("<iiiid")
 _TOKENS = {2: np.dtype("<u2"), 4: np.dtype("<i4")}  # by a token's size in bytes
 _RUN = np.dtype("<i4")  # the type of both numbers of a run
-_COLUMNS = {"token_ids": "tokens", "logprobs": "logprobs", "versions": "versions"}  # their names in `ResponseNumbers`
+# The tuples of `Response`, with their names in `ResponseNumbers`
+_COLUMNS = {"token_ids": "tokens", "logprobs": "logprobs", "versions": "versions"}
 
 State = dict[str, Any]  # JSON-serialisable
-SavedState = Mapping[str, Any]  # the state as read from JSON
+SavedState = Mapping[str, Any]  # a `State` as read from JSON
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
     """A question as the coordinator sees it: no pixels and no tokens.
 
-    `text` has one `<image>` or `<video>` mark for each media item, in order. `id` is unique within its source; `draw`
-    counts the prompts drawn in this run, and orders everything that must not depend on time; `row` is the record's
-    number in its source.
+    `text` has one `<image>` or `<video>` mark for each media item, in order. `id` is unique within its source. `draw`
+    is the prompt's number in the order of this run, and orders all that must not depend on timing. `row` is the
+    record's number in its source.
     """
 
     id: str
@@ -52,7 +54,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """The tokens that an engine generated for one sample of a prompt. The three tuples have one entry for each token.
+    """The tokens that an engine generated for one sample of a prompt. The tuples have one entry for each token.
 
     `logprobs` are natural logs of the probability under the sampling distribution (the behaviour policy); `versions`
     are the weight versions that the tokens come from. Raises ValueError if the tuples differ in length.
@@ -74,14 +76,14 @@ class Response:
                 f"{len(self.versions)} versions; the three must be equal"
             )
 
-    @functools.cached_property  # reading a tuple takes longer than all other work on a response
+    @functools.cached_property  # reading the tuples takes longer than all other work on a response
     def data(self) -> bytes:
         """The response's numbers as bytes (`bytes_of`), as they are sent to other processes."""
         return bytes_of(self.sample, self.temperature, self.token_ids, self.logprobs, self.versions)
 
     def packed(self) -> "Response":
-        """Drops the three tuples, keeps `data`, and returns this same response. The tuples take four to twelve times as
-        much memory; afterwards each access builds a tuple anew. Log-probs become float32."""
+        """Drops the three tuples, keeps `data`, and returns this same response. The tuples take four to twelve times
+        the memory of `data`. Each later access to a tuple builds it anew, with log-probs rounded to float32."""
         _ = self.data, self.num_tokens
         for name in _COLUMNS:
             vars(self).pop(name, None)
@@ -104,7 +106,7 @@ class Response:
         if self.is_packed:
             return version_span_of(self.data)
         versions = self.versions
-        # most responses have one version, and `count` is several times as fast
+        # most responses have one version, which `count` shows several times as fast as `min` and `max`
         if versions and versions.count(versions[0]) == len(versions):
             return versions[0], versions[0]
         return min(versions, default=-1), max(versions, default=-1)
@@ -114,7 +116,7 @@ class Response:
         return len(self.token_ids)
 
     def to_json(self) -> State:
-        """Returns the fields, for a checkpoint; versions as runs of [version, tokens]."""
+        """Returns the fields as JSON values, with versions as runs of [version, number of tokens]."""
         runs = [[version, len(list(run))] for version, run in groupby(self.versions)]
         columns = {"token_ids": list(self.token_ids), "logprobs": list(self.logprobs), "versions": runs}
         return dataclasses.asdict(self) | columns
@@ -139,9 +141,9 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    """The score of a response. `value` enters the advantage; `correct` is the exact match that accuracy counts. For a
-    reward that crashed or timed out, `value` is 0 and `reason` says why. `parts` are the rewards of a mixture by name,
-    before their weights; `seconds` is the time that scoring took."""
+    """The score of a response. `value` enters the advantage; `correct` says whether accuracy counts the response.
+    `reason` explains the value, for example the value 0 of a reward that crashed or timed out. `parts` are the rewards
+    of a mixture by name, before weighting; `seconds` is the time that scoring took."""
 
     value: float
     correct: bool
@@ -170,14 +172,14 @@ def bytes_of(
     logprobs: Sequence[float],
     versions: Sequence[int],
 ) -> bytes:
-    """Writes the numbers of a response. Raises ValueError for a value that is no number, or too large for 32 bits."""
+    """Writes the numbers of a response. Raises ValueError for tokens, log-probs or versions beyond 32 bits."""
     count = len(tokens)
     if count and versions.count(versions[0]) == count:
         runs = [versions[0], count]
     else:
         runs = [n for version, run in groupby(versions) for n in (version, len(list(run)))]
     try:
-        width, ids = 2, struct.pack(f"<{count}H", *tokens)  # twice as fast as numpy reads a tuple
+        width, ids = 2, struct.pack(f"<{count}H", *tokens)  # `struct` reads a tuple twice as fast as NumPy does
     except struct.error:
         width, ids = 4, _packed(f"<{count}i", tokens)
     values = _packed(f"<{count}f", logprobs)
@@ -193,12 +195,12 @@ def _packed(form: str, values: Sequence[int] | Sequence[float]) -> bytes:
 
 
 class ResponseHead(NamedTuple):
-    """The head of a response's bytes, readable alone; `size` counts the bytes of the entire response."""
+    """The head of a response's bytes, which can be read alone; `size` counts the bytes of the entire response."""
 
     sample: int
     temperature: float | None
-    tokens: int
-    runs: int  # runs of versions
+    tokens: int  # number of tokens
+    runs: int  # number of runs of versions
     width: int  # bytes of a token
     size: int
 

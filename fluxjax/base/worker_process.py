@@ -1,8 +1,8 @@
-"""A process that works for a run: it calls a function for each argument that the run sends, within bounds.
+"""A process that calls a function for each argument that a run sends, within bounds of memory and time.
 
-It is `python -m fluxjax.base.worker_process DESCRIPTOR`, the other end of the socket of a `WorkerPool`. Its memory is
-bounded, its signals are left to the run, and it lives no longer than the run. Only the function's module may import
-JAX, not this file.
+`WorkerPool` starts it as `python -m fluxjax.base.worker_process DESCRIPTOR`; DESCRIPTOR is a socket that connects the
+process with the pool. The process ignores SIGINT and SIGTERM, and ends with the run. The function's module may import
+JAX; this file must not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .errors import said
 from .process_channel import Channel, WithArrays
 
 GRACE = 10.0  # seconds past a job's bound after which the system ends this process, if the run has not ended it
-FIRST_VICTIM = "500"  # 1000 at most: when memory runs out, the system kills this process before the run
+FIRST_VICTIM = "500"  # raises the process's score: when memory runs out, Linux kills the process of the highest score
 
 
 def main(descriptor: int) -> None:
@@ -52,7 +52,7 @@ def main(descriptor: int) -> None:
 
 
 def found(path: str) -> Callable[[Any], Any]:
-    """Returns the function at `module:function`. Raises the errors of importing it."""
+    """Returns the function at `module:function`. Raises AttributeError, and what importing the module raises."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -69,7 +69,7 @@ def _answer(channel: Channel, function: Callable[[Any], Any], job: Mapping[str, 
     except BaseException as error:  # includes SystemExit: the run gets an error, not the end of the process
         reply = {"memory": True} if lacked_memory(error) else {"error": said(error)}
     finally:
-        if os.getpid() != process:  # a child that the function forked: only its parent answers
+        if os.getpid() != process:  # this is a child that the function forked: only the parent answers
             os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0)
     try:
@@ -85,13 +85,13 @@ def _answer(channel: Channel, function: Callable[[Any], Any], job: Mapping[str, 
 
 
 def leave_signals_to_the_run() -> None:
-    """Ignores the signals that a terminal or Slurm sends to every process of a job: the run decides when to end."""
+    """Ignores the signals that a terminal or Slurm sends to every process of a job: the run ends this process."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def end_with_run(descriptor: int) -> None:
-    """Ends this process at once, in any state, when the other end of the socket `descriptor` is closed."""
+    """Starts a thread that ends this process at once when the other end of the socket `descriptor` is closed."""
     threading.Thread(target=_end_when_closed, args=(descriptor,), daemon=True, name="end-with-run").start()
 
 
@@ -103,8 +103,8 @@ def _end_when_closed(descriptor: int) -> None:
 
 
 def bound_memory(allowed: int) -> None:
-    """Bounds this process to its present memory plus `allowed` bytes, if the system can; a crash leaves no core file.
-    When memory runs out, the system kills this process before the run."""
+    """Bounds the address space to its present size plus `allowed` bytes, if the system can. A crash leaves no core
+    file. When the machine's memory runs out, the system kills this process before the run."""
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
@@ -116,7 +116,7 @@ def bound_memory(allowed: int) -> None:
 
 
 def lacked_memory(error: BaseException) -> bool:
-    """Says whether an error is caused by a lack of memory, which libraries report in many ways."""
+    """Says whether an error means a lack of memory; libraries raise errors of many kinds."""
     return any(
         isinstance(cause, MemoryError)
         # EAGAIN: no memory for a thread's stack

@@ -1,4 +1,4 @@
-"""The common part of all sections of settings: bounds, each declared beside its field, and walks over all fields."""
+"""The common part of all sections of settings: bounds declared beside their fields, and functions over all fields."""
 
 import dataclasses
 import math
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from ..base.errors import ConfigError
 
 T = TypeVar("T")
-PLAIN = str | int | float | bool | list | tuple | None  # the values of a dictionary that has no sections
+PLAIN = str | int | float | bool | list | tuple | None  # types of the values of a dictionary that has no sections
 
 
 class Section:
-    """The base of the dataclasses of settings. A settled section refuses assignments; its copies do not."""
+    """The base of the dataclasses of settings. A settled section refuses assignments, a copy of it does not."""
 
     __slots__ = ("_settled",)
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -33,11 +33,11 @@ class Section:
             for entry in value.values() if isinstance(value, Mapping) else [value]:
                 if isinstance(entry, Section):
                     entry.settle()
-        self._settled = id(self)  # a copy, of another id, is not settled
+        self._settled = id(self)  # a copy has another id, so it is not settled
 
 
 def bounded(default: T, holds: Callable[[Any], bool], allowed: str) -> T:
-    """Declares a field of settings. `holds(value)` is True for allowed values; `allowed` says what they must be."""
+    """Declares a field of settings. `holds(value)` is True for allowed values; errors say "it must" and `allowed`."""
     return dataclasses.field(default=default, metadata={"holds": holds, "allowed": allowed})
 
 
@@ -81,13 +81,13 @@ def pair(default: T, first: str, second: str, why: str = "") -> T:
 
 
 def power_of_two(default: T) -> T:
-    """Declares a number field that may be a power of two, and 0 if that is its default."""
+    """Declares a number field whose value must be a power of two, or 0 if the default is 0."""
     least, allowed = (1, "be a power of two") if default else (0, "be 0 or a power of two")
     return bounded(default, lambda value: value >= least and not value & (value - 1), allowed)
 
 
 class Chosen(Section):
-    """The base of sections that are one of several choices."""
+    """The base of the sections that a `choice` holds."""
 
     __slots__ = ()
 
@@ -98,18 +98,18 @@ class Chosen(Section):
 
 
 def choice(default: type, *alternatives: type) -> Any:
-    """Declares a field that holds one of several sections: a choice that carries its own settings."""
+    """Declares a field that holds one of several sections, each with its own settings."""
     kinds = {variant(kind): kind for kind in (default, *alternatives)}
     return dataclasses.field(default_factory=default, metadata={"choices": kinds})
 
 
 def variant(kind: type) -> str:
-    """Returns the name of a choice on the command line: `flex_ulysses` of `FlexUlysses`."""
+    """Returns the name of a choice on the command line: `flex_ulysses` for `FlexUlysses`."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__.removesuffix("Config")).lower()
 
 
 def scheduled(default: float, interval: str, why: str = "") -> Any:
-    """Declares a number field that may be the text of a schedule, too; `interval` bounds all its values."""
+    """Declares a field that is a number or the text of a schedule; `interval` bounds the values of both."""
     declared: Any = within(default, interval, why)
     low, high = (float(end) for end in interval[1:-1].split(","))
     return dataclasses.field(default=default, metadata={**declared.metadata, "schedule": (low, high)})
@@ -124,9 +124,9 @@ def is_port(text: str) -> bool:
 def check_fields(section: Any, prefix: str = "") -> None:
     """Raises `ConfigError`, naming the field, unless each field has the type of its default and is within its bound.
 
-    Numbers must be finite; an int may stand for a float, an object for a text whose field allows objects. Sections
-    within `section` are checked, too, and so are dictionaries of sections; a dictionary that is not empty by default
-    may have its default keys only.
+    Numbers must be finite. An int may stand for a float. A field that allows objects is not checked, nor is the text
+    of a schedule. Sections within `section`, and in its dictionaries, are checked. A dictionary whose default is not
+    empty may have only the keys of the default.
     """
     for field in dataclasses.fields(section):
         name, metadata = prefix + field.name, field.metadata
@@ -177,8 +177,8 @@ def expand_home(section: Section | Mapping[str, Any]) -> None:
 
 
 def flatten(section: Section | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yields all fields as (dotted name, value), depth first in order of declaration; a choice has its name, and then
-    its own fields."""
+    """Yields all fields as (dotted name, value), depth first in order of declaration; a choice yields its name, then
+    its fields."""
     for name, value in children(section).items():
         if isinstance(section, Section) and "choices" in section.__dataclass_fields__[name].metadata:
             yield f"{prefix}{name}", variant(type(value))
@@ -189,7 +189,7 @@ def flatten(section: Section | Mapping[str, Any], prefix: str = "") -> Iterator[
 
 
 def children(section: Section | Mapping[str, Any]) -> Mapping[str, object]:
-    """Returns the fields of a section, or the entries of a dictionary, by name; an object stands as its label."""
+    """Returns the fields of a section, or the entries of a dictionary, by name; for an object, its `label`."""
     if isinstance(section, Mapping):
         return section
     values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
@@ -198,7 +198,7 @@ def children(section: Section | Mapping[str, Any]) -> Mapping[str, object]:
 
 
 def label(value: object) -> str:
-    """Returns a text itself; for an object, a class or a module, `module:Class`."""
+    """Returns a text itself, a module's name, or `module:Class` of a class or an object."""
     if isinstance(value, str):
         return value
     named = value if hasattr(value, "__name__") else type(value)
@@ -207,5 +207,5 @@ def label(value: object) -> str:
 
 
 def lies_in(field: str, names: Iterable[str]) -> bool:
-    """Returns True if a dotted field is one of `names`, or in a section among them."""
+    """Returns True if a dotted field is one of `names`, or lies in a section among `names`."""
     return any(f"{field}.".startswith(f"{name}.") for name in names)

@@ -57,8 +57,8 @@ class TextAndMedia(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PromptLimits:
-    """The largest prompt that the engine's cache and a microbatch can hold. A prompt's media are computed by `devices`
-    devices, each frame pair by one of them."""
+    """The largest prompt that the engine's cache and a microbatch can hold. `devices` devices compute the media of a
+    prompt; one device computes all patches of a frame pair."""
 
     tokens: int
     patches: int  # most patches on a device
@@ -74,8 +74,8 @@ class PromptLimits:
         )
 
     def refuse(self, prompt: Prompt, tokens: int, patches: int, largest_frame: int) -> SkippedPrompt | None:
-        """Returns the reason to skip a prompt that is empty or too large; else None. Patches are dealt out in frame
-        pairs of at most `largest_frame` patches; each device must surely hold its share."""
+        """Returns a prompt that is empty or too large as a skipped prompt; else None. Devices get complete frame pairs
+        of at most `largest_frame` patches each; every device must surely hold the pairs dealt to it."""
         if not tokens:
             return SkippedPrompt(prompt, "empty prompt", "it has no tokens")
         if tokens > self.tokens:
@@ -94,9 +94,9 @@ def prepare_prompt(
     chat_template: bool = False,
     proxy: ProxyMedia | None = None,
 ) -> Result:
-    """Tokenises a prompt and decodes its media for engine and trainer, or says why it cannot be used. A `SkippedPrompt`
-    is returned as it is; the media of a prompt that is too large are not decoded. With a `proxy`, a store decodes media
-    that are in files, and the inputs hold shadows instead of pixels."""
+    """Tokenises a prompt and decodes its media for engine and trainer; returns a prompt that cannot be used as a
+    `SkippedPrompt`. Media are not decoded if their headers show that a prompt is too large. With a `proxy`, a store
+    decodes media that are in files, and the inputs hold shadows instead of pixels. Raises `DataError`."""
     if isinstance(prompt, SkippedPrompt):
         return prompt
     try:
@@ -118,7 +118,7 @@ def prepare_prompt(
         return SkippedPrompt(prompt, error.reason, str(error))
     except (MemoryError, DataError):  # a lost store, for example, is not the prompt's fault
         raise
-    except Exception as error:  # a decoder's surprise about one file must not end the run
+    except Exception as error:  # no error of a decoder about one file may end the run
         return SkippedPrompt(prompt, f"failed with {type(error).__name__}", str(error))
     frames = np.diff(inputs.frame_edges)
     refused = limits.refuse(prompt, len(inputs), int(np.sum(frames)), int(np.max(frames, initial=0)))
@@ -142,9 +142,9 @@ def tokenised(processor: TextAndMedia, prompt: Prompt, chat_template: bool) -> S
 def _refused_undecoded(
     outline: Callable[..., PromptOutline], prompt: Prompt, limits: PromptLimits
 ) -> SkippedPrompt | None:
-    """Returns the reason to skip a prompt if its media's headers show that it is too large; else None. A header may be
-    wrong, so `outline(count=True)` then counts the frames."""
-    with contextlib.suppress(MediaError):  # decoding describes the fault better
+    """Returns a prompt as skipped if the headers of its media show that it is too large; else None. A header may be
+    wrong: before a prompt is skipped, `outline(count=True)` counts the frames."""
+    with contextlib.suppress(MediaError):  # `prepare` will raise an error that describes the fault better
         for count in (False, True):
             sizes = outline(count=count)
             refused = limits.refuse(prompt, len(sizes), sizes.num_patches, sizes.largest_frame)
@@ -156,11 +156,11 @@ def _refused_undecoded(
 class ReadAhead(Generic[Item]):
     """The items `first`, `first + 1`, ...; threads make items up to `ahead` beyond the last item taken.
 
-    A `take` hands over all its items before threads begin items beyond them: woken threads would compete with the taker
-    for the interpreter's lock. Grain's own iterator begins another item with each item taken.
+    `take` lets threads begin further items only after it has collected its own items: woken threads would compete
+    with the caller of `take` for the interpreter's lock.
 
-    `make` is called from `threads` threads. Its error is raised by the `take` that reaches the item, and by all later
-    calls. `ready` is called once with each item, in their order, and must not block. One thread takes at a time.
+    `make` is called from `threads` threads; every `take` that reaches an item whose `make` failed raises the error.
+    `ready` is called once with each other item, in order, and must not block. One thread may call `take` at a time.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class ReadAhead(Generic[Item]):
         return len(self._queue) >= count
 
     def take(self, count: int) -> list[Item]:
-        """Returns the next items, and waits for them."""
+        """Waits for the next `count` items and returns them. Raises RuntimeError after `close`."""
         with self._changed:
             self._make_to(self._taken + count)
             while len(self._queue) < count:
@@ -204,8 +204,8 @@ class ReadAhead(Generic[Item]):
         return items
 
     def close(self) -> list[Item]:
-        """Ends each thread after its present item, without waiting for it. Returns the items in the queue: `ready` was
-        called with them, and nobody took them."""
+        """Ends each thread after its present item; does not wait for the threads. Returns the items in the queue:
+        `ready` was called with them, and nobody took them."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -248,10 +248,10 @@ class ReadAhead(Generic[Item]):
 
 
 class Preparer:
-    """The prompt source of the runtime: draws in order, and prepares prompts in threads, some steps' worth ahead.
+    """The prompt source of the runtime: draws prompts in order, which threads have prepared ahead.
 
     `state_dict` counts the draws handed out, not the draws read ahead. Prompts that cannot be used are returned with a
-    reason and count as draws: a caller that needs more prompts draws again. Only one call may draw at a time.
+    reason and count as draws: a caller that needs more prompts draws again. One call of `draw` may run at a time.
     """
 
     def __init__(
@@ -263,9 +263,9 @@ class Preparer:
         ahead: int = 0,
         proxy: ProxyMedia | None = None,
     ) -> None:
-        """Prepares `ahead` prompts beyond the last draw: by default a step's prompts, or two steps' with
-        `data.near_gib`. The store of `proxy` decodes media and is told which prompts are next; without `proxy`, this
-        process decodes media, and prompts hold their pixels."""
+        """Threads prepare `ahead` prompts beyond the last draw; 0: one step's prompts, or two steps' with
+        `data.near_gib`. The store of `proxy` decodes media, and `proxy` is told which prompts are next. Without
+        `proxy`, this process decodes media, and prompts hold their pixels."""
         self.processor = processor
         self.loader = loader
         self.skipped: collections.Counter[str] = collections.Counter()  # by reason: number of skipped draws
@@ -283,7 +283,7 @@ class Preparer:
         self._next_index = 0  # the draw after the last draw that was handed out
         self._reading: ReadAhead[Result] | None = None  # begins with the first draw
         self._lock = threading.Lock()  # guards `_reading`: a cancelled draw may still be reading
-        self._handed: collections.deque[PreparedPrompt] = collections.deque()  # prompts before their `pass_by`
+        self._handed: collections.deque[PreparedPrompt] = collections.deque()  # handed out, not passed by yet
         self._logged: collections.Counter[tuple[str, str]] = collections.Counter()  # by source and reason
         self._skips_in_a_row = 0
         self._patience = min(_HOPELESS, 2 * sum(map(len, loader.sources.values())))
@@ -291,8 +291,8 @@ class Preparer:
     async def draw(self, count: int) -> Sorted:
         """Returns the next `count` draws: prepared prompts, and skipped prompts with reasons.
 
-        Raises `DataError` if the prompts skipped in a row show that all data must be wrong, if more than
-        `MAX_SKIPPED` of all draws were skipped, and if a file cannot be read.
+        Raises `DataError` if so many prompts in a row were skipped that all data must be wrong, if more than the
+        share `MAX_SKIPPED` of all draws was skipped, or if a file cannot be read.
         """
         items = self._taken_at_once(count)
         if items is None:
@@ -319,7 +319,7 @@ class Preparer:
         return prepared, skipped
 
     def prepare_all(self, prompts: Iterable[Drawn]) -> Sorted:
-        """Prepares prompts that are not drawn, such as held-out prompts, in threads. Keeps their order. Blocks."""
+        """Prepares prompts, such as held-out prompts, in threads, without a draw. Keeps their order. Blocks."""
         with concurrent.futures.ThreadPoolExecutor(self._threads) as threads:
             return self._sort(list(threads.map(self._prepare, prompts)))
 
@@ -329,9 +329,8 @@ class Preparer:
         return self.prepare_all(at(self.loader.order, draw) for draw in draws)[0]
 
     def laid_out(self, tickets: Mapping[int, Sequence[str]]) -> dict[int, ModelInput]:
-        """Returns the inputs of prompts, by draw, from another process's `tickets` of their media; reads no media.
-
-        Raises `DataError` if a draw is another prompt in this process, or has other media."""
+        """Returns the model inputs of draws, from the `tickets` of each draw's media that process 0 sent; reads no
+        media. Raises `DataError` if a draw is another prompt in this process, or has other media."""
         return {draw: self._laid_out(draw, list(map(Ticket.parse, words))) for draw, words in tickets.items()}
 
     def _laid_out(self, draw: int, tickets: Sequence[Ticket]) -> ModelInput:
@@ -367,7 +366,7 @@ class Preparer:
                 self._reading = None
 
     def _taken_at_once(self, count: int) -> list[Result] | None:
-        """Returns the next items if they are ready, else None. It uses no thread, which might have to wait to run."""
+        """Returns the next items if they are ready, else None: handing the work to a thread would take longer."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -395,8 +394,8 @@ class Preparer:
             self._proxy.expect(item.prompt.draw, item.inputs)
 
     def _pass_by(self, items: Iterable[Result], keep: int) -> None:
-        """Notes that these prompts were handed out or dropped, and tells the proxy to pass by all but the newest `keep`
-        prompts so noted: their pixels were used by now, or never will be."""
+        """Queues prompts that were handed out or dropped, and has the proxy pass by all but the newest `keep` prompts
+        of the queue. The pixels of these prompts were used by now, or never will be."""
         if self._proxy is None:
             return
         self._handed.extend(item for item in items if isinstance(item, PreparedPrompt))

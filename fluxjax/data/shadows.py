@@ -1,8 +1,8 @@
 """Prompts with shadows in the place of pixels: a store measures their media, engines and trainer fetch the pixels.
 
-A medium in the index keeps its reference: its file's version is not read again. Decoding a file that has changed
-meanwhile raises `StaleTicket`; after `MediaIndex.forget`, the file is read anew. A newer file never gives its pixels to
-an older ticket.
+The index keeps the version of each medium's file, so that the version is not read again. Decoding a file that has
+changed since then raises `StaleTicket`; after `MediaIndex.forget`, the file is read anew. Old tickets never get pixels
+of a newer file.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from .tickets import MediaRef, MediaStore, StaleTicket, Ticket, read_ref, ref_of
 if TYPE_CHECKING:
     from .near_pixels import NearPixels
 
-Verdict: TypeAlias = Medium | MediaError  # the result of decoding: the medium, or why it can't be used
+Verdict: TypeAlias = Medium | MediaError  # the result of decoding: a medium, or why it can't be used
 KNOWN = 1 << 17  # media in the index; the least recently used media are dropped
 
 
 @dataclasses.dataclass(frozen=True)
 class _KnownMedium:
-    """A medium in one version of its file."""
+    """The entry of the index for a medium in one version of its file."""
 
     stamp: str
     facts: Facts | None = None
-    settings: str = ""  # the digest of the verdict's media settings
+    settings: str = ""  # the digest of the media settings by which `verdict` was decoded
     verdict: Verdict | None = None
 
 
 class MediaIndex:
-    """Sizes and verdicts of media, by kind, path and cell. Read and written from any thread."""
+    """Sizes and verdicts of media, by kind, path and cell. Any thread may read and write them."""
 
     def __init__(self) -> None:
         self._media = Recent[_KnownMedium](KNOWN)
@@ -65,15 +65,15 @@ class MediaIndex:
         return self._known(ref).facts
 
     def verdict(self, ref: MediaRef, settings: str) -> Verdict | None:
-        """Returns the result of decoding by the settings of this digest: the medium, or why it can't be used. None if
-        the index has no such result."""
+        """Returns the result of decoding the medium by settings with the digest `settings`; None if the index has no
+        such result."""
         known = self._known(ref)
         said = known.verdict if known.settings == settings else None
         return MediaError(ref.name, said.reason) if isinstance(said, MediaError) else said
 
     def medium(self, ref: MediaRef, settings: MediaSettings) -> tuple[Medium, bool] | None:
-        """Returns the medium, and whether decoding it or counting its frames has confirmed its size (else the size is
-        its header's); None if only reading the file can tell. Raises MediaError for a medium that can't be used."""
+        """Returns the medium, and True if decoding or counting frames has confirmed its size; False for the size of a
+        header. None if the file must be read first. Raises MediaError for a medium that can't be used."""
         said = self.verdict(ref, settings.digest)
         if isinstance(said, MediaError):
             raise said
@@ -90,8 +90,8 @@ class MediaIndex:
                 self._media.put(_key_of(ref), dataclasses.replace(known, facts=facts))
 
     def note_all(self, refs: Sequence[MediaRef], settings: str, found: Sequence[Ticket | MediaError]) -> None:
-        """Adds a store's answers about media, by the settings of this digest. Errors that may pass (`MediaUnavailable`)
-        are not added."""
+        """Adds a store's answers about media, decoded by settings with the digest `settings`. Forgets a medium whose
+        file has changed. Errors that may pass (`MediaUnavailable`) are not added."""
         for ref, said in zip(refs, found, strict=True):
             if isinstance(said, StaleTicket):
                 self.forget(ref)
@@ -117,8 +117,8 @@ def _key_of(ref: MediaRef) -> tuple[str, str, str]:
 @dataclasses.dataclass(frozen=True)
 class ProxyMedia:
     """The media of prompts that are prepared without pixels: the `index` has sizes and verdicts of media, the `store`
-    decodes media, perhaps on other machines. `near` fetches the pixels of expected prompts: of every `among`-th draw,
-    if `among` processes generate."""
+    decodes media, perhaps on other machines. `near` fetches pixels of expected prompts ahead. If `among` processes
+    generate, this process fetches the pixels of every `among`-th draw."""
 
     store: MediaStore
     index: MediaIndex
@@ -130,19 +130,19 @@ class ProxyMedia:
         return all(medium.data is None for medium in media)
 
     def expect(self, draw: int, inputs: PromptInput) -> None:
-        """Says that this prompt will be drawn next, after earlier expected prompts. Does not block."""
+        """Tells `near` that this prompt will be drawn, after the prompts expected earlier. Does not block."""
         if self.near is not None and draw % self.among == 0:
             self.near.expect(rows_of(inputs))
 
     def pass_by(self, inputs: PromptInput) -> None:
-        """Says that this prompt's pixels need not be fetched ahead any more; fetched pixels may stay for a later
-        use."""
+        """Tells `near` that this prompt's pixels need not be fetched ahead any more; fetched pixels may stay for a
+        later use."""
         if self.near is not None:
             self.near.pass_by(rows_of(inputs))
 
     def outline(self, processor: Processor, token_ids: Sequence[int], prompt: Prompt, *, count: bool) -> PromptOutline:
-        """Returns the sizes of a prompt, from the index or from its media's headers; with `count`, it counts the frames
-        of videos that were not counted yet. Raises PromptError and MediaError."""
+        """Returns the sizes of a prompt, from the index or from headers of media. With `count`, counts the frames of
+        videos that were not counted yet. Raises PromptError and MediaError."""
         found = [self._glance(processor, self.index.ref(medium), count) for medium in prompt.media]
         return processor.outline_of(token_ids, [medium for medium, _ in found], certain=all(sure for _, sure in found))
 
@@ -185,8 +185,8 @@ def rows_of(inputs: PromptInput) -> tuple[Rows, ...]:
 
 
 def layout(processor: Processor, token_ids: Sequence[int], tickets: Sequence[Ticket]) -> Callable[[], ModelInput]:
-    """Returns a function that makes the model input of a tokenised prompt with these media, without touching their
-    files. Both functions raise PromptError and ValueError if prompt and media do not fit together."""
+    """Returns a function that makes the model input of a tokenised prompt with these media; no file is read. `layout`
+    and the function raise PromptError or ValueError if prompt and media do not fit together."""
     if wrong := next((ticket for ticket in tickets if ticket.settings != processor.settings.digest), None):
         raise ValueError(f"{wrong.ref.name} was preprocessed by other settings than those of this process")
     outline = processor.outline_of(token_ids, [ticket.medium for ticket in tickets])
@@ -198,6 +198,6 @@ def layout(processor: Processor, token_ids: Sequence[int], tickets: Sequence[Tic
 def _joined(shadows: Sequence[ShadowTensor]) -> ShadowTensor:
     if len(shadows) == 1:
         return shadows[0]
-    joined = np.concatenate(shadows)  # pyright: ignore[reportArgumentType, reportCallIssue] (its own protocol)
+    joined = np.concatenate(shadows)  # pyright: ignore[reportArgumentType, reportCallIssue] (`__array_function__`)
     assert isinstance(joined, ShadowTensor)
     return joined

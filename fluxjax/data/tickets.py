@@ -2,7 +2,7 @@
 
 A ticket names patches that never change: a medium in one version of its file, preprocessed by given settings. So any
 store can serve any ticket, whichever store decoded the medium before, and all stores serve the same pixels. If a file
-changes, its tickets are stale: serving them is an error, never newer pixels.
+changes, its tickets are stale: a store then raises an error, and serves no newer pixels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class StaleTicket(MediaError):
-    """The file is not the version that the ticket was made from."""
+    """The file is not in the version that a ticket or a reference names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def ref_of(media: Media) -> MediaRef:
 
 
 def current_stamp(path: str) -> str:
-    """Returns the present version of a file or URL. Raises MediaError if it can't be read."""
+    """Returns the present version of a file or URL. Raises MediaError if the version can't be read."""
     try:
         return version_of(path)
     except OSError as error:
@@ -67,9 +67,9 @@ def current_stamp(path: str) -> str:
 
 
 def check_ref(ref: MediaRef) -> None:
-    """Raises StaleTicket if the file is not the referenced version, MediaError if it is missing.
+    """Raises StaleTicket if the file is not in the referenced version, MediaError if its version can't be read.
 
-    A decoder of a local file checks its reference again afterwards: the file may have changed meanwhile.
+    Decoders of local files call `check_ref` again after decoding: the file may have changed meanwhile.
     """
     if (now := current_stamp(ref.path)) != ref.stamp:
         raise StaleTicket(ref.name, f"has changed (it is version {now}, not {ref.stamp})")
@@ -78,7 +78,7 @@ def check_ref(ref: MediaRef) -> None:
 def read_ref(ref: MediaRef) -> Source:
     """Returns the input of decoders: the path of a local file, or the bytes of a parquet cell or of a URL. Blocks.
 
-    Raises StaleTicket if the file is not the referenced version, MediaError if it can't be read.
+    Raises StaleTicket if the file is not in the referenced version, MediaError if the file can't be read.
     """
     if ref.cell:
         return _read_cell(ref)
@@ -89,7 +89,7 @@ def read_ref(ref: MediaRef) -> Source:
         data = read(ref.path)
     except OSError as error:
         raise _unreadable(ref.name, error) from error
-    check_ref(ref)  # after reading: a file that was replaced before is noticed
+    check_ref(ref)  # called after reading, so that a file replaced before is noticed
     return data
 
 
@@ -131,7 +131,7 @@ def _unreadable(name: str, error: OSError) -> MediaError:
 @dataclasses.dataclass(frozen=True)
 class Ticket:
     """The name of a medium's patches, `[P, X]` in window order. `settings` is the digest of the settings by which the
-    medium was decoded, `medium` the result."""
+    file was decoded; `medium` describes the decoded medium."""
 
     ref: MediaRef
     settings: str
@@ -143,7 +143,7 @@ class Ticket:
         return pairs * rows * columns
 
     def __str__(self) -> str:
-        """Returns the ticket as a word; `parse` reads it."""
+        """Returns the ticket as JSON text, which `parse` reads."""
         ref, medium = self.ref, self.medium
         seen = [*medium.grid, medium.seconds_per_grid, medium.seekable, *medium.times]
         fields = [ref.kind, ref.path, ref.stamp, ref.cell, self.settings, *seen]
@@ -151,7 +151,7 @@ class Ticket:
 
     @classmethod
     def parse(cls, word: str) -> Ticket:
-        """Reads a ticket from its word. Raises ValueError or TypeError for other words."""
+        """Reads a ticket from the text of `str(ticket)`. Raises ValueError or TypeError for other text."""
         try:
             kind, path, stamp, cell, settings, pairs, rows, columns, seconds, seekable, *times = json.loads(word)
         except (ValueError, TypeError) as error:
@@ -171,7 +171,7 @@ parsed = functools.lru_cache(maxsize=4096)(Ticket.parse)
 
 
 def normalised(settings: MediaSettings, rows: Sequence[Rows], fetched: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the patches `[P, X]` (float32) of rows from their fetched patches `[P, 3, n]` (uint8)."""
+    """Returns the patches `[P, X]` (float32) of each of `rows`, from its fetched patches `[P, 3, n]` (uint8)."""
     return [
         settings.normalised(parsed(piece.ticket).ref.kind, patches)
         for piece, patches in zip(rows, fetched, strict=True)
@@ -185,17 +185,17 @@ class MediaStore(Protocol):
 
     @property
     def concurrency(self) -> int:
-        """The number of threads that must look at media at a time to keep all decoders busy."""
+        """The number of threads that must call `look` at a time to keep all decoders busy."""
         ...
 
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
-        """Decodes these media, in any order, and returns the ticket of each, or why it can't be used. Pixels stay in
-        memory for later fetches, as long as there is room."""
+        """Decodes these media. Returns, in the order of `refs`, the ticket of a medium, or the error of a medium that
+        can't be used. Pixels stay in memory for later fetches, as long as there is room."""
         ...
 
     def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """Returns the patches `[P, X]` (float32) of these rows of tickets. Raises MediaError if they can't be decoded:
-        StaleTicket for a file that has changed."""
+        """Returns the patches `[P, X]` (float32) of these rows of tickets. Raises MediaError if a medium can't be
+        decoded, StaleTicket if its file has changed."""
         ...
 
     def close(self) -> None:

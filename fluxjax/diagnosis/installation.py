@@ -31,7 +31,7 @@ from ..tasks.pans import PansRecipe, encode
 from . import Finding
 
 CUDA = "pip install 'fluxjax[cuda12]', or 'fluxjax[cuda13]' for drivers since 580"
-FORMS = ("{}", "\\boxed{{{}}}", "<answer>{}</answer>", "<think></think><answer>\\boxed{{{}}}</answer>")  # of an answer
+FORMS = ("{}", "\\boxed{{{}}}", "<answer>{}</answer>", "<think></think><answer>\\boxed{{{}}}</answer>")  # for an answer
 
 
 async def installation(config: Config | None, samples: int) -> AsyncIterator[Finding]:
@@ -57,7 +57,7 @@ async def installation(config: Config | None, samples: int) -> AsyncIterator[Fin
         for kind, data in (("image", picture_file()), ("video", clip_file())):
             MediaSettings().load(kind, data)
         yield Finding("decoder", "an image and a video")
-    except Exception as error:  # whatever a library that is built otherwise raises
+    except Exception as error:  # libraries raise errors of many kinds
         yield Finding("decoder", repr(error), "pip install --force-reinstall av pillow")
     if config is not None:
         async for name, (prompts, troubles) in inspected(config, samples):
@@ -77,7 +77,7 @@ def _driver() -> str:
 
 
 def _driver_and_cuda(driver: str) -> Finding:
-    """Compares the CUDA that the driver supports with that of JAX's plugin, and the plugin's version with jaxlib's."""
+    """Says whether JAX has a plugin for a CUDA version that the driver supports, in the version of jaxlib."""
     versions: dict[str, str] = {}
     for package in ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -90,22 +90,22 @@ def _driver_and_cuda(driver: str) -> Finding:
 
 
 def picture_file(turns: int = 0) -> bytes:
-    """A PNG file whose colours differ; each number of turns gives another picture."""
+    """Returns a PNG file with gradients of three colours, rotated by `turns` times 90 degrees."""
     ramp = Image.linear_gradient("L").rotate(90 * turns)
     picture = Image.merge("RGB", [ramp, ramp.rotate(90), ramp.rotate(180)])
-    picture.resize((180, 120)).save(file := io.BytesIO(), "PNG")  # no patch divides the sides
+    picture.resize((180, 120)).save(file := io.BytesIO(), "PNG")  # no multiples of the side of a patch
     return file.getvalue()
 
 
 def clip_file() -> bytes:
-    """An MP4 file of a second, in which a picture moves to the side."""
+    """Returns an MP4 file of one second, in which a picture moves to the right."""
     pixels = np.asarray(Image.open(io.BytesIO(picture_file())).resize((128, 96)))
     return encode(np.stack([np.roll(pixels, 6 * frame, axis=1) for frame in range(8)]), PansRecipe())
 
 
 async def inspected(config: Config, samples: int) -> AsyncIterator[tuple[str, Sorted]]:
-    """Reads `samples` records of each source, evenly spread. Yields (name of the source, (prompts as engines get them,
-    records that a run would skip or whose rewards are in trouble, with the reason)). Raises ConfigError, DataError."""
+    """Reads `samples` records of each source, at even distances. Yields (source name, (prompts as engines get them,
+    [(prompt, trouble)] of skipped prompts and of rewards in trouble)). Raises ConfigError, DataError."""
     sources = open_sources(config)
     _, processor = describe_model(config, sources)
     training = {name: dataclasses.replace(source, eval_reward="") for name, source in config.data.sources.items()}
@@ -121,7 +121,8 @@ async def inspected(config: Config, samples: int) -> AsyncIterator[tuple[str, So
 
 
 async def _trouble(scorer: Scorer, prompt: Prompt) -> str:
-    """The trouble with a prompt's rewards of its reference answer, in the usual forms, and of an empty answer."""
+    """Returns what is wrong with a prompt's rewards, or "": a reward fails, an empty answer is correct, or the
+    reference answer is correct in none of `FORMS`."""
     empty, *given = [await scorer.score_text(prompt, form.format(prompt.answer)) for form in ("", *FORMS)]
     if reasons := [reward.reason for reward in (empty, *given) if reward.reason]:
         return reasons[0]

@@ -1,7 +1,7 @@
 r"""The answer inside a response: in its tags, in its `\boxed{}`, behind "the answer is", or its last number.
 
 A response may be adversarial: the functions take at most linear time, except `matches` and `last_group`, whose patterns
-are the user's. Only the end of a long text is searched for an answer. Digits are ASCII digits.
+are the user's. Only the last `TAIL` characters of a text are searched for an answer. Digits are ASCII digits.
 """
 
 import re
@@ -12,7 +12,7 @@ TAIL = 20_000  # characters searched for an answer, from the end
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,40})"
 _NUMBER = rf"(?:{_DIGITS}(?:\.[0-9]{{0,40}})?|\.[0-9]{{1,40}})(?:[eE][-+]?[0-9]{{1,3}})?"
 _PERCENT = r"\s{0,3}(?:\\?%)?"
-# Matches no part of a longer number or of a word; a sign between two terms is an operator.
+# No match is a part of a longer number or of a word. A sign between two terms is an operator, and not matched.
 _IN_TEXT = re.compile(
     rf"(?<![0-9A-Za-z_])(?<![0-9]\.)(?:(?<![0-9A-Za-z)\]}}])[-+])?{_NUMBER}(?:/[0-9]{{1,40}})?(?![0-9]|[eE][-+]?[0-9]){_PERCENT}"
 )
@@ -24,7 +24,7 @@ _SENTENCE_END = re.compile(r"[.!?]?(?:\n|$)|[.!?]\s(?=[A-Z])")
 
 
 def explicit_answer(text: str) -> str | None:
-    """Returns the answer that the text marks, `None` without a mark. Marks are, in order of precedence, `<answer>`
+    """Returns the answer that the text marks, or `None`. Marks are, in order of precedence, `<answer>`
     tags, `\\boxed{}` (also inside the tags), and "answer is" or "answer:"; the last mark of a kind counts."""
     text = text[-TAIL:]
     inside = tagged(text)
@@ -43,7 +43,7 @@ def tagged(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""Returns the content of the last `\boxed{…}`; `None` if there is none, or if its braces do not end."""
+    r"""Returns the content of the last `\boxed{…}`; `None` if there is none, or if the last has no end."""
     begin = text.rfind("\\boxed{")
     if begin < 0:
         return None
@@ -57,7 +57,7 @@ def boxed(text: str) -> str | None:
 
 
 def stated(text: str) -> str | None:
-    """Returns the rest of the sentence behind the last "answer is", "answer:" or the like."""
+    """Returns the rest of the sentence behind the last "answer is", "answer:" or the like, or `None`."""
     begin = None
     for match in _STATED.finditer(text):
         begin = match.end()
@@ -68,7 +68,7 @@ def stated(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """Returns the last number as the text writes it, with its sign, fraction and percent sign; `None` without one."""
+    """Returns the last number as it stands in the text, with its sign, fraction and percent sign, or `None`."""
     found = None
     for match in _IN_TEXT.finditer(_plain_minus(text[-TAIL:])):
         found = match[0].strip()
@@ -94,15 +94,15 @@ def as_number(text: str) -> Fraction | None:
 
 
 def last_place(text: str) -> Fraction:
-    """Returns the value of one unit in the last place of a decimal: 0.01 for `3.14`; 0 if there is no decimal."""
+    """Returns one unit of a number's last decimal: 0.01 for `3.14`, 0.0001 for `3.14 %`; 0 without a decimal point."""
     match = re.search(r"\.([0-9]*)(?:[eE]([-+]?[0-9]+))?", text)
     place = Fraction(10) ** (int(match[2] or 0) - len(match[1])) if match else Fraction(0)
     return place / 100 if "%" in text else place
 
 
 def near(wanted: Fraction, found: Fraction, places: Sequence[Fraction], tolerance: float) -> bool:
-    """Says whether numbers differ by rounding only: by at most `tolerance` times the larger number, and by less than
-    the coarser of the `places`, a unit in each number's last place (0: it has no decimals)."""
+    """Says whether two numbers differ by rounding only: by at most `tolerance` times the larger absolute value, and by
+    less than the largest of `places` (each number's `last_place`; if all are 0, the second bound is left out)."""
     difference, place = abs(wanted - found), max(places)
     return difference <= Fraction(str(tolerance)) * max(abs(wanted), abs(found)) and not (place and difference >= place)
 
@@ -114,7 +114,7 @@ def matches(question: Mapping[str, str]) -> bool:
 
 
 def last_group(question: Mapping[str, str]) -> str | None:
-    """Returns the first group of the last match of `pattern` in `text`; None if there is no match."""
+    """Returns the first capturing group of the last match of `pattern` in `text`; None if there is no match."""
     found = None
     for match in re.finditer(question["pattern"], question["text"]):
         found = match[1]
@@ -122,7 +122,7 @@ def last_group(question: Mapping[str, str]) -> str | None:
 
 
 def sendable(text: str) -> str:
-    """Returns the text with surrogates replaced: they can neither be sent to processes nor written to files."""
+    """Returns the text with surrogates replaced: surrogates can neither be sent to processes nor written to files."""
     return text.encode("utf-8", "replace").decode()
 
 

@@ -1,7 +1,7 @@
 """Rewards for questions about pictures: choices, numbers, transcriptions, boxes, lists.
 
 Each reward compares the text with the prompt's answer in a few milliseconds, however long and odd the text is. All but
-`EditDistance` and `BoxOverlap` use the answer that the text marks (`extraction.explicit_answer`).
+`EditDistance` and `BoxOverlap` use the answer that the text marks, if any (`extraction.explicit_answer`).
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ _BETWEEN_ITEMS = re.compile(r"->|→|[\n;,>]")
 class NumericAnswer(BuiltIn):
     """Gives 1 if the marked number, or else the text's last number, is near the prompt's answer.
 
-    It is near if it differs by at most `tolerance` times the answer, or by at most `absolute`. 5 % is ChartQA's
-    "relaxed accuracy" (arXiv:2203.10244, section 5.1). `12 %` is 0.12. Raises ValueError if the prompt's answer has no
-    number.
+    A number is near if it differs by at most `tolerance` times the answer, or by at most `absolute`. A tolerance of
+    0.05 is ChartQA's "relaxed accuracy" (arXiv:2203.10244, section 5.1). `12 %` counts as 0.12. Raises ValueError if
+    the prompt's answer has no number.
     """
 
     name = "numeric"
@@ -52,10 +52,10 @@ class NumericAnswer(BuiltIn):
 
 @dataclasses.dataclass(frozen=True)
 class EditDistance(BuiltIn):
-    """Gives 1 - d / L: d is the Levenshtein distance of the text and the prompt's answer, L the greater length.
+    """Gives 1 - d / L: d is the Levenshtein distance of the text and the prompt's answer, L is the greater length.
 
-    This is the similarity of ANLS (arXiv:1905.13648, section 4) with its `threshold` of 0.5: a less similar text gets
-    0. If there are `<answer>` tags, only the text between them counts. A run of white space counts as one space.
+    ANLS has this similarity (arXiv:1905.13648, section 4) and the `threshold` 0.5: a less similar text gets
+    0. If there are `<answer>` tags, only the text inside counts. Any white space counts as one space.
     """
 
     name = "edit_distance"
@@ -82,7 +82,7 @@ class OrderedList(BuiltIn):
     """Gives the share of the longer list's positions that have the right item; 1 for the complete list in its order.
 
     A list is JSON, or items between commas, semicolons, arrows or lines. A text without a marked answer has its list in
-    the last line that is not empty. With `graded=False` it gives 1 for the complete list, else 0.
+    the last line that is not empty. With `graded=False`, a list that is not right gets 0.
     """
 
     name = "ordered_list"
@@ -130,7 +130,7 @@ _LONGEST = 1000  # characters of an answer; a longer text chooses nothing
 _OPTION_LINE = re.compile(r"^[ \t]{0,9}\(?([A-J])[).:]", re.MULTILINE)
 _OPTION_INLINE = re.compile(r"(?<!\S)\(?([A-J])\)")
 _BEGINS = re.compile(r"[\s*(\[]{0,4}([A-Ja-j])(?:[)\]*.:]{1,4}|$)\s{0,9}")
-# A letter by itself. "A" and "I" are words if a word in lower case follows, except "is", "or" and "and".
+# Matches a letter alone. "A" and "I" are words if a word in lower case follows, except "is", "or" and "and".
 _LETTER = re.compile(r"\(([A-J])\)|(?<![\w'\u2019])([B-HJ]|[AI](?!\s+(?!is\b|or\b|and\b)[a-z]))(?![\w'\u2019])")
 
 
@@ -139,7 +139,7 @@ class Choice(BuiltIn):
     """Gives 1 if the text chooses the option that the prompt's answer names: by letter, or by the option's text.
 
     Options are read from the prompt: `A. cat`, `(A) cat`, `A) cat`. The choice is in the answer that the text
-    marks, else in its last line that is not empty: `B`, `(B)`, `B. cat`, `the cat`. Two named options are no choice.
+    marks, else in the last line that is not empty: `B`, `(B)`, `B. cat`, `the cat`. Who names two options gets 0.
     """
 
     name = "choice"
@@ -161,8 +161,8 @@ class Choice(BuiltIn):
 
 
 def options_of(question: str) -> dict[str, str]:
-    """Returns the options of a question by letter; empty unless there are A and B. Options stand at the beginning of
-    lines, or, if there are none, behind letters in brackets within a line."""
+    """Returns the options of a question by letter; empty unless there are A and B. Letters of options begin lines. If
+    fewer than two lines begin so, letters in brackets within lines count."""
     question = question[-TAIL:]
     for pattern in (_OPTION_LINE, _OPTION_INLINE):
         options = _options(question, list(pattern.finditer(question)))
@@ -172,7 +172,8 @@ def options_of(question: str) -> dict[str, str]:
 
 
 def _options(question: str, marks: Sequence[re.Match[str]]) -> dict[str, str]:
-    """Returns the text behind each mark in alphabetical order, up to the end of its line; an A begins anew."""
+    """Returns the text behind each mark, up to the next mark or the end of the line. An A begins a new list; a mark out
+    of alphabetical order is left out."""
     options: dict[str, str] = {}
     for index, mark in enumerate(marks):
         if mark[1] == "A":
@@ -184,7 +185,7 @@ def _options(question: str, marks: Sequence[re.Match[str]]) -> dict[str, str]:
 
 
 def chosen(text: str, options: Mapping[str, str]) -> set[str]:
-    """Returns the letters that the text chooses: one, if the choice is clear. Without `options`, any letter counts."""
+    """Returns the letters that the text chooses: one, if it is clear. Without `options`, all `LETTERS` count."""
     if len(text) > _LONGEST:
         return set()
     plain = normalise(text)
@@ -220,7 +221,7 @@ def _named(plain: str, options: Mapping[str, str]) -> set[str]:
 # --- boxes ------------------------------------------------------------------------------------
 
 _N = r"\s{0,20}(-?[0-9]{1,9}(?:\.[0-9]{1,20})?)\s{0,20}"
-# [1, 2, 3, 4], alone or behind Qwen2.5-VL's "bbox_2d", and Qwen2-VL's (1,2),(3,4).
+# Matches [1, 2, 3, 4], alone or behind Qwen2.5-VL's "bbox_2d", and Qwen2-VL's (1,2),(3,4).
 _BOX = re.compile(rf"[\[(]{_N},{_N}(?:,|\)\s{{0,9}},\s{{0,9}}\(){_N},{_N}[\])]")
 
 

@@ -1,5 +1,4 @@
-"""Builds the model and the processor of a run, from a checkpoint folder or from the sizes of a tiny model, and writes
-them as checkpoint folders."""
+"""Builds the model and the processor of a run, from a checkpoint folder or the sizes of a tiny model; exports them."""
 
 from __future__ import annotations
 
@@ -84,8 +83,8 @@ def build_learning(
     links: Links | None = None,
     materializer: Materializer | None = None,
 ) -> Learning:
-    """Returns the learner, with the weights that `config` names, and the composer of its batches. `token_loss` replaces
-    the loss of the configured algorithm; `links` connect to the other processes; `materializer` fetches pixels that a
+    """Returns the learner, with the weights that `config` names, and the composer of batches. `token_loss` replaces the
+    loss of the configured algorithm; `links` connect to the other processes; `materializer` fetches pixels that a
     media store holds. Raises `ConfigError`."""
     mesh = run_mesh(config)
     model = build_weights(config, sizes, mesh)
@@ -117,15 +116,15 @@ def run_mesh(config: Config) -> Mesh:
 
 
 def build_model(config: Config, sources: Mapping[str, Source], mesh: Mesh | None = None) -> tuple[Decoder, Processor]:
-    """Returns the model with its weights, and its processor. Raises what `describe_model` and `build_weights` do."""
+    """Returns the model with its weights, and the processor. Raises what `describe_model` and `build_weights` do."""
     sizes, processor = describe_model(config, sources)
     return build_weights(config, sizes, mesh), processor
 
 
 def build_weights(config: Config, sizes: DecoderConfig, mesh: Mesh | None = None) -> Decoder:
-    """Returns the model, with float32 master weights. Weights are read or sampled one by one and go straight to their
-    devices of `mesh` (None: to one device). To leave room for a large model, this process gives freed memory back to
-    the system from now on. Raises `ConfigError` for a checkpoint that can't be read."""
+    """Returns the model, with float32 master weights. Weights are read or sampled one by one and go straight to the
+    devices of `mesh` (None: to one device). For a large model, this process gives freed memory back to the system from
+    now on. Raises `ConfigError` for a checkpoint that can't be read."""
     if 4 * parameter_count(models.abstract(sizes)) >= LARGE_MODEL:
         give_back_large_blocks()
     places = None if mesh is None else functools.partial(shardings, mesh=mesh)
@@ -147,7 +146,7 @@ def check_reference(config: Config) -> None:
 
 
 def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[DecoderConfig, Processor]:
-    """Returns the sizes of the model, and its processor; reads no weights.
+    """Returns the sizes of the model, and the processor; reads no weights.
 
     The tokenizer of a tiny model is built from the prompts and answers of the training `sources`. Raises `ConfigError`
     if `model.path` is not a checkpoint folder that can be read.
@@ -203,9 +202,9 @@ def export_adapters(config: Config, model: Decoder, learner: Learner, folder: pa
 
 
 def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, processor: Processor) -> pathlib.Path:
-    """Returns a folder that rollout servers can start from. Its weights do not matter: servers get the run's weights
-    before they generate. If the config.json of `model.path` lacks fields that servers read, the folder has a complete
-    config.json, and links to the other files of `model.path`."""
+    """Returns a folder that rollout servers can start from. The weights in it do not matter: servers get the run's
+    weights before they generate. Without `model.path`, exports the model. With it, returns `model.path`; if
+    `write_config` gives another config.json, a folder with that config.json and links to all other files."""
     folder, content = run_dir / "servers" / "model", write_config(model.config)
     if not config.model.path:
         export(model, processor, folder)
@@ -213,7 +212,7 @@ def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, pro
     path = pathlib.Path(config.model.path)
     if content == read_json(path / "config.json", needed=True):
         return path
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier start of the run
+    shutil.rmtree(folder, ignore_errors=True)  # left by an earlier start of the run
     folder.mkdir(parents=True)
     for file in path.resolve().iterdir():
         if file.name != "config.json":
@@ -225,7 +224,7 @@ def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, pro
 def sampling_params(config: Config, processor: Processor) -> SamplingParams:
     """Returns the sampling settings of `config.rollout`: responses end at an end token or at the limit, and have no
     media token. Top-p and top-k are off, because log-probs of engine and trainer are under the full distribution: a
-    token sampled from a part of it would have another probability."""
+    token sampled from a part of the distribution would have another probability."""
     rollout = config.rollout
     return SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
@@ -286,8 +285,8 @@ def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | 
 
 
 def tiny_states(tiny: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a tiny Qwen3.5 has besides: a state for each attention head, and the shares that published models
-    have (attention in every fourth layer, a quarter of each head rotated)."""
+    """Returns the fields of `TextConfig` that only a tiny Qwen3.5 sets: a state for each attention head and, as in
+    published models, attention in every fourth layer (if there are four), and a quarter of each head rotated."""
     size = tiny["hidden_size"] // tiny["num_heads"]
     return {
         "delta": DeltaHeads(tiny["num_kv_heads"], tiny["num_heads"], size, size),
@@ -307,9 +306,9 @@ def training_prompts(
 
 
 class NoPixels:
-    """Takes the place of `Pixels`, whose methods it has, in runs of text: nothing is stored or fetched."""
+    """Has the methods of `Pixels` for a run whose model reads text only: nothing is stored or fetched."""
 
-    proxy: ProxyMedia | None = None  # stands for media while prompts are prepared
+    proxy: ProxyMedia | None = None  # prepares prompts without pixels; None: prompts hold their pixels
     fetch: Fetch | None = None  # returns the pixels of tickets; None: prompts hold their pixels
     materializer: Materializer | None = None
 

@@ -1,5 +1,4 @@
-"""Callbacks of a run, for custom logging or early stopping; the reporter, which calls them; the first and last lines of
-a run, and its pictures."""
+"""Callbacks, the reporter that calls them, and the first line, the last lines and the pictures of a run."""
 
 from __future__ import annotations
 
@@ -71,10 +70,11 @@ class ReportedRun(Run, Protocol):
 
 
 class Callback:
-    """Override the methods that you need. They run on the event loop of the run: keep them short. `on_checkpoint`
-    is called when a checkpoint begins to be written. `trainer` is the `FluxTrainer`.
+    """The base of a user's custom logging or early stopping: override the methods that you need. All methods run on the
+    event loop of the run: keep them short. `on_checkpoint` is called after the writing of a checkpoint has begun.
+    `trainer` is the `FluxTrainer`.
 
-    An exception in a callback ends the run; `trainer.stop()` ends it cleanly, with a checkpoint.
+    An exception in a callback ends the run; `trainer.stop()` ends the run cleanly, with a checkpoint.
     """
 
     def on_fit_start(self, trainer: Run) -> None: ...
@@ -101,7 +101,7 @@ class SettledHeap(Callback):
 
 _ALARMS_SHOWN = 3
 _DUMPED = 8  # responses in a dump
-# Mean absolute differences between engine and trainer log-probs that raise an alarm; rounding causes smaller ones.
+# Mean absolute differences between engine and trainer log-probs (nats) that raise an alarm: rounding alone causes less.
 GAP_ALARMS = {DType.FLOAT32: 1e-4, DType.BFLOAT16: 0.05}
 
 
@@ -111,8 +111,8 @@ class Reporter(Observer):
     def __init__(self, run: ReportedRun) -> None:
         self._run, self._summary, self._display = run, run.summary, run.display
         self._since = working_time()  # when the last step, evaluation or checkpoint ended
-        self._served = time.perf_counter(), _tokens(run.pool.servers())  # time and tokens at the last step
-        self._told = run.gang.bytes_told  # bytes told until the last step
+        self._served = time.perf_counter(), _tokens(run.pool.servers())  # clock and tokens at the last step
+        self._told = run.gang.bytes_told  # bytes sent to other processes until the last step
 
     def on_step(self, report: StepReport) -> None:
         run, summary, step = self._run, self._summary, report.step
@@ -120,7 +120,7 @@ class Reporter(Observer):
         tokens = sum(response.num_tokens for response in responses)
         seconds = dict(report.seconds)
         metrics = dict(report.metrics) | {f"seconds/{name}": value for name, value in seconds.items()}
-        # Measured from step to step, because the stages of a step overlap with each other and with the next step.
+        # Measured since the last step, evaluation or checkpoint: stages overlap with each other and with the next step.
         before, self._since = self._since, working_time()
         metrics["tokens_per_second"] = tokens / max(self._since - before, 1e-9)
         hosts = run.gang.statuses()
@@ -141,7 +141,7 @@ class Reporter(Observer):
         run.tell(Callback.on_step, step, report.groups, metrics)
 
     def _server_metrics(self) -> dict[str, float]:
-        """Returns the metrics of the rollout servers, if there are any; their tokens include those of evaluations."""
+        """Returns the metrics of the rollout servers, if there are any. Tokens of evaluations count."""
         servers = self._run.pool.servers()
         if not servers:
             return {}
@@ -151,7 +151,7 @@ class Reporter(Observer):
             "servers/up": float(sum(server.up for server in servers)),
             "servers/restarts": float(sum(server.restarts for server in servers)),
             # Not the sum of the rates that servers report: a server may have been idle for a part of the step.
-            "servers/tokens_per_second": max(tokens - before, 0) / max(now - then, 1e-9),  # smaller if a server left
+            "servers/tokens_per_second": max(tokens - before, 0) / max(now - then, 1e-9),  # too small if a server left
         }
 
     def _host_metrics(self, hosts: Sequence[HostStatus]) -> dict[str, float]:
@@ -210,7 +210,7 @@ def opening(summary: Summary, sources: Mapping[str, Sized], run_dir: pathlib.Pat
 
 
 def closing(summary: Summary, reason: str) -> str:
-    """Returns the last lines that a run prints: its accuracies beside its controls, and what went wrong."""
+    """Returns the last lines that a run prints: accuracies beside the controls (blind, chance), and what failed."""
     lines = [f"{reason}: {summary.steps} steps in {summary.seconds['total']:.0f} s"]
     for source, accuracy in summary.accuracy.items():
         values = [f"{accuracy[when]:.1%}" for when in ("start", "end") if when in accuracy]
@@ -240,10 +240,10 @@ def write_pictures(
     pool: EnginePool | FleetPool,
     pixels: AnyPixels,
 ) -> None:
-    """Writes the learning curve; if this run made steps, also the timeline of the last steps, and a picture of which
-    preprocessor held which medium when. `metrics` is the run's `metrics.jsonl`."""
+    """Writes the learning curve; if this process made steps, also the timeline of the last steps, and a picture of the
+    media that each preprocessor held over time. `metrics` is the run's `metrics.jsonl`."""
     controls = {"blind": summary.blind, "chance": summary.chance}
     pictures.learning_curve(read(metrics), controls, run_dir / "learning.png")
-    if stages := pictures.of_steps(timeline.spans()):  # a run that was already complete keeps its picture
+    if stages := pictures.of_steps(timeline.spans()):  # a run that was already complete keeps its timeline
         pictures.timeline([*pool.lanes(stages), *pixels.lanes(stages)], run_dir / "timeline.png")
         pixels.draw(run_dir / "media.png")

@@ -24,7 +24,7 @@ from .callbacks import SettledHeap
 from .checkpoint import ResumeError
 from .trainer import FluxTrainer
 
-# Errors that a user can mend; any other is a defect and keeps its traceback.
+# Errors that a user can mend. Any other error is a defect and keeps its traceback.
 USER_ERRORS = (
     ConfigError,
     DataError,
@@ -43,8 +43,8 @@ _COUNTS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def joined(settings: DistributedConfig, environment: Mapping[str, str]) -> Team:
-    """Returns this process with the other processes that the settings or the environment name. Raises what `join`
-    raises."""
+    """Returns the team of this process and of the other processes that settings or environment name. Raises what
+    `join` raises."""
     if settings.processes == 1 or not (settings.processes or any(environment.get(n, "1") != "1" for n in _COUNTS)):
         return Team()
     from ..hosts.start import join
@@ -53,9 +53,9 @@ def joined(settings: DistributedConfig, environment: Mapping[str, str]) -> Team:
 
 
 def main(config: Config) -> int:
-    """Trains. Returns the exit status: 0 if the run is complete or was stopped on request, 2 for an error that the user
-    can mend. If one of several processes ends, all end; the status is `LOST` if another process is the reason. A second
-    Ctrl-C or SIGTERM, or one before `fit`, ends all processes at once, with status 128 + the signal's number."""
+    """Trains. Returns the exit status: 0 if the run is complete or was stopped on request, `USER` for an error that the
+    user can mend. If one of several processes fails, all end; `LOST` means that another process failed. A second Ctrl-C
+    or SIGTERM, or one before the trainer exists, ends all processes at once: status 128 + the signal's number."""
     use_compile_cache()
     links: Links | None = None
 

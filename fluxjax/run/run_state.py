@@ -1,4 +1,4 @@
-"""The state of a run, which decides how the run goes on: how it is saved, and how it is restored."""
+"""Saves and restores the state of a run: everything that decides how the run goes on."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .parts import Parts
 
 
 class RunState:
-    """The coordinator, the position in the prompts, what the rewards and the summary count, replayed groups, and the
-    arrays of the models. It is the `runtime.ports.Checkpointer` of the run; process 0 has it, and tells the others to
-    save or restore their parts."""
+    """The coordinator, the position in the prompts, the counts of rewards and summary, the replay buffer, and the
+    models' arrays. Only process 0 has this `runtime.ports.Checkpointer`, and tells the other processes to save or
+    restore their parts."""
 
     def __init__(
         self,
@@ -36,18 +36,18 @@ class RunState:
         began: float,
         read_only: bool = False,
     ) -> None:
-        """`policy` makes the scheduling policy of a user; None: that of the configuration. The summary's total counts
-        from `began` on, on `time.monotonic`. `asked` has the run's steps and intervals; `fit` replaces it."""
+        """`policy` makes a user's scheduling policy; None: the configuration has the policy. The summary's total time
+        begins at `began` (`time.monotonic`). `asked` has the run's steps and intervals; `fit` replaces `asked`."""
         self._parts, self._gang, self._policy, self._read_only = parts, gang, policy, read_only
         self.asked, self.prompts, self._rewards, self.summary = parts.config, prompts, rewards, summary
         self.prepared: dict[int, PreparedPrompt] = {}  # prompts that a resumed coordinator still needs, by draw
-        self.loaded: int | None = None  # the step from which the run goes on
+        self.loaded: int | None = None  # the step of the state loaded last; None: no state was loaded
         self.started = False  # whether the warm start is over
         self._since = began  # when the summary's total was last counted
         self.begin()
 
     def begin(self) -> None:
-        """Begins with step 0."""
+        """Makes a coordinator at step 0, and an empty replay buffer if groups are replayed."""
         asked = self.asked
         every = {"evaluate_every": asked.evaluation.every, "checkpoint_every": asked.checkpoint.every}
         self.coordinator = make_coordinator(self._parts.config, self._policy, steps=asked.steps, **every)
@@ -60,8 +60,8 @@ class RunState:
     # --- restoring -------------------------------------------------------------------------------
 
     def resume(self) -> int | None:
-        """Loads the state that the run goes on from, if it resumes, and returns its step: that of `load`, or of the
-        newest checkpoint. A loaded state is loaded again, because `fit` may have changed its steps and prompts."""
+        """Loads the checkpoint that `load` has loaded, or else the newest undamaged checkpoint. Returns the step, or
+        None if there is none. Loading again is needed: `fit` may have changed the run's steps and prompts."""
         step = self._parts.checkpoints.undamaged() if self.loaded is None else self.loaded
         return None if step is None else self.load(step)
 
@@ -76,8 +76,8 @@ class RunState:
         self.begin()
         self.prompts.load_state_dict(state["source"])
         if not self._read_only:
-            self.prompts.loader.check(state["source"].get("contents", {}))  # none in checkpoints of earlier releases
-        held = state["coordinator"]["ledger"].get("entries", [])  # none in checkpoints of earlier releases
+            self.prompts.loader.check(state["source"].get("contents", {}))  # earlier releases saved no contents
+        held = state["coordinator"]["ledger"].get("entries", [])  # earlier releases saved no entries
         self.prepared = self._again(entry["draw"] for entry in held)
         prompts = {draw: prepared.prompt for draw, prepared in self.prepared.items()}
         self.coordinator.load_state_dict(state["coordinator"], prompts)
@@ -86,11 +86,11 @@ class RunState:
 
             kept = state.get("replay", {})
             self.replay.load_state_dict(kept, self._again(draws_of(kept)))
-        self._rewards.load_state_dict(state.get("rewards", {}))  # none in checkpoints of earlier releases
+        self._rewards.load_state_dict(state.get("rewards", {}))  # earlier releases saved no counts
         self.summary = Summary(**state["summary"])
         shapes = self._parts.composer.shapes
         shapes.load_state(state.get("shapes", shapes.state()))
-        self.summary.devices = self._parts.learner.mesh.size  # perhaps another mesh now
+        self.summary.devices = self._parts.learner.mesh.size  # the mesh may be another than before
         self.summary.resumed_from.append(step)
         self.loaded, self.started = step, True
         return step
@@ -122,7 +122,8 @@ class RunState:
             checkpoints.write(step, arrays, state | further)
 
     def save_now(self) -> None:
-        """Starts a checkpoint while nothing is generated or trained. Raises `ResumeError` before the run's start."""
+        """Starts a checkpoint. Nothing may generate or train meanwhile. Raises `ResumeError` if the run has not
+        started."""
         if not self.started:
             raise ResumeError("there is nothing to save yet: the run has not started")
         self.save(self.coordinator.step, self.state())

@@ -1,8 +1,8 @@
-"""The embedded engines of a run, on a fixed set of devices: the devices of each engine decide the number of engines.
+"""The embedded engines of a process, on a fixed set of devices: the degree decides the number of engines.
 
-The devices are the first `rollout.engines` x `parallelism.degree` of this process, dealt to engines in their order; if
-`rollout.engines` is 0, they are as many as make complete engines (at most `sharding.devices`, if set); on CPUs those of
-one engine. At another degree, these devices make as many complete engines as they can; the other devices are idle.
+The pool deals the first `rollout.engines` x `parallelism.degree` devices of the process to engines, in order. If
+`rollout.engines` is 0, there is one engine on CPUs; on accelerators, as many as fill the devices (at most
+`sharding.devices`, if set). At another degree, the same devices make as many complete engines as they can.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..batch.composer import Composer
 from ..config import AdaptiveAsyncConfig, Config, ConfigError, RolloutEngine
 from ..config.learning import MAX_DEGREE
 
-KV_FRACTION = 0.5  # the share of a device's free memory for caches: training needs the rest for its activations
+KV_FRACTION = 0.5  # the share of a device's free memory for caches; activations of training need the rest
 SERVER_MEMORY = 0.6  # the share that a colocated SGLang server takes of the memory that is free when it starts
 
 if TYPE_CHECKING:
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
 
 def engine_count(config: Config, devices: Sequence[Any], processes: int = 1) -> int:
-    """Returns the number of engines of a run that has these devices in each of its processes: as configured, one a
-    server, one a process on CPUs, or as many as there are accelerators for."""
+    """Returns the number of engines of a run whose processes have these devices each: as configured; else one for each
+    server, one for each process on CPUs, or as many as the accelerators make (at least one a process)."""
     if config.rollout.engines:
         return config.rollout.engines
     if config.rollout.engine is not RolloutEngine.JAX:
         return config.servers.servers
     if devices[0].platform == "cpu":
-        return processes  # its devices are the same cores
+        return processes  # all devices of a process are the same cores
     return processes * max(min(len(devices), config.sharding.devices or len(devices)) // config.parallelism.degree, 1)
 
 
 class EnginePool:
-    """The embedded engines. `engines` is one list that changes; its first engine is always the same.
+    """The embedded engines. `set_parallelism` changes the list `engines` in place; its first engine stays the same.
 
     Engines of one device may share devices; engines of several devices do not. `model` and `fetch`: see `JaxEngine`.
-    Raises `ConfigError` if there are too few devices, if the devices of engines that are lent to training could not
-    hold its rows, for `adaptive_async` with engines of several devices, and for a profile of another model.
+    Raises `ConfigError` if there are too few devices, if the devices that engines lend to training could not hold the
+    rows of training, for `adaptive_async` with engines of several devices, and for a profile of another model.
     """
 
     def __init__(self, config: Config, model: Decoder, *, fetch: Fetch | None = None) -> None:
@@ -59,7 +59,7 @@ class EnginePool:
                 f"are {len(devices)}"
             )
         if parallelism.degree > 1 and isinstance(config.policy, AdaptiveAsyncConfig):
-            # Two programs on the same several devices may start in different orders on them: a deadlock.
+            # Two programs may start in a different order on each of several devices that they share: a deadlock.
             raise ConfigError(
                 f"parallelism.degree is {parallelism.degree}, but adaptive_async trains on the devices of its engines "
                 "while they generate, where only engines of one device can; set it to 1"
@@ -102,8 +102,8 @@ class EnginePool:
         return spans
 
     async def set_parallelism(self, degree: int) -> Sequence[JaxEngine]:
-        """Makes engines on `degree` devices each, awake, with the weights that the first engine serves. Surplus engines
-        are closed first, so that no device holds the weights of two engines unless it did before."""
+        """Moves the engines to `degree` devices each and wakes them; new engines get the weights of the first engine.
+        Surplus engines are closed first, which frees their memory. Raises ValueError if there are too few devices."""
         dealt = deal(self.devices, degree)
         if not dealt:
             raise ValueError(f"{len(self.devices)} devices make no engine of {degree}")
@@ -121,17 +121,17 @@ class EnginePool:
 
 
 def engines_a_device(devices: Sequence[Any]) -> int:
-    """Returns the most one-device engines that share one of these devices."""
+    """Returns the largest number of engines on one device; `devices` names the device of each one-device engine."""
     return -(-len(devices) // len(set(devices)))
 
 
 def deal(devices: Sequence[Any], degree: int) -> list[tuple[Any, ...]]:
-    """Returns the devices of each engine, `degree` of them; devices that make no complete engine are left out."""
+    """Returns the `degree` devices of each engine; devices that make no complete engine are left out."""
     return [tuple(devices[start : start + degree]) for start in range(0, len(devices) - degree + 1, degree)]
 
 
 def degrees(config: Config, devices: int) -> list[int]:
-    """Returns the degrees that engines may have on so many devices."""
+    """Returns the degrees that engines may have on `devices` devices."""
     parallelism = config.parallelism
     if not parallelism.enabled:
         return [parallelism.degree]
@@ -140,8 +140,8 @@ def degrees(config: Config, devices: int) -> list[int]:
 
 
 def check_lent(config: Config, model: Decoder, devices: Sequence[Any]) -> None:
-    """Raises `ConfigError` if the devices of half of the engines, which are lent to training, can't hold its rows at a
-    degree that may be set."""
+    """Raises `ConfigError` if the devices of half of the engines, which are lent to training, can't hold the rows of
+    training. Checks each degree that may be set."""
     for degree in degrees(config, len(devices)):
         half = len(deal(devices, degree)) // 2
         try:

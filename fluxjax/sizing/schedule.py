@@ -1,7 +1,7 @@
 """Reads a scheduled HLO module, the text of a compiled program: its collectives, their sizes, the work that hides them.
 
 Every computation of the module lists its instructions in the order in which they start. An asynchronous collective is a
-pair of instructions, `all-gather-start` and `all-gather-done`; instructions between the two run meanwhile.
+pair of instructions, such as `all-gather-start` and `all-gather-done`; instructions between the two run meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import jax
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}  # else: the first number / 8
+BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}  # else: first number / 8
 
 FASTER = 8  # an H100 writes to its memory about eight times as fast as NVLink brings data (3.35 TB/s, 450 GB/s)
 
@@ -34,11 +34,11 @@ _LOOPS = ("while", "conditional", "call")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CollectiveTraffic:
-    """The collectives of one kind in a run of a program; a loop's collectives count for each iteration."""
+    """The collectives of one kind in one execution of a program; those of a loop count for each iteration."""
 
     count: float = 0.0
-    bytes: float = 0.0  # bytes of the larger side, or of a synchronous collective's result
-    exposed: float = 0.0  # collectives that no long work hides
+    bytes: float = 0.0  # the larger of operands and results; of a synchronous collective, the results
+    exposed: float = 0.0  # number of collectives that no work hides (`traffic`)
     exposed_bytes: float = 0.0
 
 
@@ -51,10 +51,10 @@ class _Instruction:
 
 
 def traffic(hlo: str) -> dict[str, CollectiveTraffic]:
-    """Returns the collectives of a run of the program, by kind (`KINDS`), as one device sees them.
+    """Returns the collectives of one execution of the program, by kind (`KINDS`), as one device sees them.
 
     A loop counts as often as XLA says that it iterates, else once; all branches of a conditional count. A collective is
-    exposed unless a matrix product, a loop, or kernels that write `FASTER` times as many bytes run beside it.
+    exposed unless long work (`_takes_long`), or kernels that write `FASTER` times as many bytes, run beside it.
     """
     computations, main = _computations(hlo)
     found: dict[str, CollectiveTraffic] = {}
@@ -99,7 +99,7 @@ def _collective(instructions: Sequence[_Instruction], place: int) -> CollectiveT
     if end.operation.endswith("-done"):
         begun = re.match(r"[^%]*(%[^\s,)]+)", end.rest)[1]  # type: ignore[index]
         start = next(at for at, instruction in enumerate(instructions) if instruction.name == begun)
-        # A start's shape has operands and results; all-reduce's has only results, as large as its operands.
+        # The shape of a start has operands and results; of all-reduce only results, which are as large as the operands.
         size = max(size, _bytes(instructions[start].shape) - size)
     beside = instructions[start + 1 : place]
     written = sum(_bytes(running.shape) for running in beside if running.operation == "fusion")
@@ -108,7 +108,7 @@ def _collective(instructions: Sequence[_Instruction], place: int) -> CollectiveT
 
 
 def _takes_long(instruction: _Instruction) -> bool:
-    """Says whether the instruction is a loop or a matrix product: either may hide a transfer of any size."""
+    """Says whether this is a matrix product, loop, conditional or call: each may hide a transfer of any size."""
     if instruction.operation in (*_LOOPS, "dot"):
         return True
     return instruction.operation in ("custom-call", "fusion") and bool(_MATRIX_PRODUCT.search(instruction.rest))

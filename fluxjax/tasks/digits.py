@@ -23,12 +23,12 @@ class DigitsRecipe:
     train: int = 6000  # strips
     held_out: int = 400
     train_scans: int = 1400  # scans for training; the others of the 1,797 scans are held out
-    warm_start: int = 400  # strips with answers for the warm start, the same number of every length
+    warm_start: int = 400  # strips with answers for the warm start; all lengths are nearly equally frequent
     warm_start_scans: int = 1  # scans of each digit that the warm start uses
     cell: int = 16  # pixels of the side of a digit's square
     max_digits: int = 12
     length_exponent: float = 1.5  # P(n digits) ~ n ** -length_exponent
-    # These four variations apply to digits to train on; held-out digits stay as scanned.
+    # These four variations apply to digits of training strips; held-out digits are only resized.
     rotation: float = 10.0  # degrees either way
     scaling: float = 0.08  # share either way
     shift: float = 1.0  # pixels either way
@@ -40,8 +40,8 @@ class DigitsRecipe:
         return dataclasses.replace(self, cell=cell, shift=self.shift * cell / self.cell)
 
     def build(self, folder: pathlib.Path) -> None:
-        """Writes `images/`, `train.jsonl`, `warm_start.jsonl` and `eval.jsonl`: 48 bytes to 1 kB a strip, `cell` x
-        `cell * n` pixels."""
+        """Writes `images/`, `train.jsonl`, `warm_start.jsonl` and `eval.jsonl`. A strip of n digits has `cell` rows
+        and `cell * n` columns of pixels."""
         from sklearn.datasets import load_digits
 
         pixels, labels = load_digits(return_X_y=True)

@@ -1,18 +1,18 @@
 """Attention over packed rows: a Triton kernel on NVIDIA GPUs, portable JAX elsewhere.
 
-Segments and branches describe a mask. Booleans exist only for the part that a chunk of queries needs.
+Segments and branches describe the mask. The mask exists as booleans only for the chunk of queries that is computed.
 
 `segment_attention` is exact within contiguous segments of a long packed axis, without a quadratic matrix. Segments are
 runs of equal numbers; 0 is padding. If no run is longer than `bound`, the axis is cut into blocks of `bound`, and a
-query finds its complete segment in its own block and the two beside it: the cost of a query grows with `3 * bound`
-instead of the length of the axis. The backward pass computes the scores again, which is faster on CPUs than storing
-them. Without a bound, or with a bound that saves nothing, every query looks at all keys; `attention` bounds the memory
-of the scores. On NVIDIA GPUs the kernel finds the tiles of each segment without a bound.
+query finds its complete segment in its own block and the two blocks beside it. The cost of a query then grows with
+`3 * bound`, not with the length of the axis. The backward pass computes the scores again, which is faster on CPUs than
+storing them. Without a bound, or with a bound that saves nothing, every query looks at all keys; `attention` bounds the
+memory of the scores. On NVIDIA GPUs the kernel finds the tiles of each segment without a bound.
 
-`packed_attention` is causal, for all layers of a model: masks and lists of tiles are computed once. Short rows are
+`packed_attention` is causal. Masks and lists of tiles are computed once for all layers of a model. Short rows are
 computed with all their scores, in a few large products. In long rows the mask excludes most scores: they belong to
-another segment, another branch or the future. So long rows form one stream, and only tiles with a score that the mask
-allows are computed (`tiles`).
+another segment, another branch or the future. The long rows therefore form one stream, and only tiles with a score that
+the mask allows are computed (`tiles`).
 """
 
 import dataclasses
@@ -28,15 +28,15 @@ from .tiles import tile_attention, tile_list
 
 Attention = Callable[[Array, Array, Array], Array]  # (q_BTNH, k_BTKH, v_BTKH) -> out_BTNH
 
-LONG_ROW = 512  # tokens; longer rows are cut into tiles
+LONG_ROW = 512  # tokens; rows of this length and longer rows are cut into tiles
 WHOLE_SCORES = 1 << 26  # the most scores that are computed at once (256 MB in float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
     """The keys that a query reaches: keys of the same non-zero segment; if `branches` are given, of branch 0 or the
-    query's branch; if `causal`, at no later index of the row. Rows may have fewer queries than keys: these are the
-    row's last tokens. `visits` are the lists of `flash`, if they exist."""
+    query's branch; if `causal`, at no later index of the row. A row may have fewer queries than keys: the
+    queries are its last tokens. `visits` are lists of tiles for `flash`; None: `attention` makes them."""
 
     segments: Int[Array, "B S"]
     branches: Int[Array, "B S"] | None = None
@@ -48,7 +48,7 @@ class Mask:
         return self.of(*self.queries(self.segments.shape[1]))
 
     def queries(self, tokens: int) -> tuple[Array, Array | None, Array]:
-        """The segments, branches and indices in the row, `[B, T]` each, of the last `tokens` of each row."""
+        """The segments, branches and indices in the row, `[B, T]` each, of the last `tokens` tokens of each row."""
         before = self.segments.shape[1] - tokens
         segments, branches = jax.tree.map(lambda x: x[:, before:], (self.segments, self.branches))
         return segments, branches, jnp.broadcast_to(before + jnp.arange(tokens), segments.shape)
@@ -75,10 +75,10 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """Grouped-query attention. Scores and softmax are float32.
 
-    A query that reaches no key (padding) returns zeros, so that its gradient is zero too, never NaN. More than
-    `whole_scores` scores (rows x heads x queries x keys) are computed for a chunk of queries at a time, and again in
-    the backward pass: memory is linear in the length. Only one chunk of a `Mask` then exists as booleans; a mask given
-    as booleans exists in full. On NVIDIA GPUs `flash` takes a `Mask`, and holds no scores in memory at all.
+    A query that reaches no key (padding) returns zeros, and its gradient is zero, never NaN. If there are more than
+    `whole_scores` scores (rows x heads x queries x keys), they are computed for one chunk of queries at a time, and
+    again in the backward pass: memory is linear in the length. Only one chunk of a `Mask` then exists as booleans. On
+    NVIDIA GPUs, `flash` computes with a `Mask`, and holds no scores in memory.
     """
     if isinstance(mask, Mask) and flash.chosen(q, k, v):
         visits = mask.visits or flash.visits_of(mask.segments, mask.branches, mask.causal, q, k.shape[1] - q.shape[1])
@@ -106,8 +106,8 @@ def attention(
 def _attend(q: Array, k: Array, v: Array, allowed: Array) -> Array:
     """Attention of a chunk of queries under a dense mask.
 
-    Moving heads to the front first and dividing by the softmax's sum last halves the time on CPUs, compared with a
-    plain einsum of two batched axes; at short lengths a quarter of the time remains.
+    Heads are moved to the front first, and the division by the softmax's sum comes last: on CPUs this takes half the
+    time of a plain einsum of two batched axes, at short lengths a quarter.
     """
     B, T, N, H = q.shape
     S, K = k.shape[1], k.shape[2]
@@ -132,10 +132,10 @@ def segment_attention(
     segments: Int[Array, " P"],
     bound: int = 0,
 ) -> Float[Array, "P N H"]:
-    """Bidirectional attention within segments; `bound` is static: the longest segment, 0 if unknown.
+    """Bidirectional attention within segments. `bound` is static: at least the longest segment's length; 0 if unknown.
 
-    A `bound` smaller than a segment would cut the segment silently: take it from the data (`models.inputs.frame_bound`)
-    or from the architecture (the window size). Padding returns zeros.
+    A `bound` smaller than a segment would cut the segment silently. Take the bound from the data
+    (`models.inputs.frame_bound`) or from the architecture (the window size). Padding returns zeros.
     """
     if bound and 3 * bound < q.shape[0] and not flash.chosen(q, k, v):
         return jax.checkpoint(functools.partial(_blocked, block=bound))(q, k, v, segments)
@@ -166,8 +166,8 @@ def _with_neighbours(x: Array) -> Array:
 def packed_attention(
     segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], queries: flash.Like = None
 ) -> Attention:
-    """Attention under the rules of `Mask` (causal, with branches). Both arrays may be tracers. `queries` describe the
-    queries of all layers: without it, `flash` lists its tiles in each layer."""
+    """Attention under a causal `Mask` with branches, as a function of queries, keys and values. Both arrays may be
+    tracers. `queries` has the dtype and the head size of all layers' queries; without it, each layer lists tiles."""
     B, T = segments_BT.shape
     visits = None
     if queries is not None and flash.chosen(queries):

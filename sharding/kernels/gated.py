@@ -1,8 +1,8 @@
-"""The output projection of a gated MLP, `(silu(gate) * up) @ down`, with a backward pass in one pass over activations.
+"""The output projection of a gated MLP, `(silu(gate) * up) @ down`, whose backward pass reads gate and up once.
 
-The backward pass needs the gradients of gate and up, and `silu(gate) * up` again, for the gradient of `down`. Left to
-itself, XLA computes them on GPUs in three kernels, which read 7 arrays as large as `gate` and write 3. Behind a barrier
-it makes one kernel of them, which reads 3 and writes 3.
+The backward pass needs the gradients of gate and up, and `silu(gate) * up` again, for the gradient of `down`. Without a
+barrier, XLA computes these three arrays on GPUs in three kernels, which read 7 arrays as large as `gate` and write 3.
+Behind a barrier, XLA makes one kernel, which reads 3 such arrays and writes 3.
 """
 
 import jax

@@ -1,9 +1,10 @@
 """Attention over one packed stream that computes only the tiles in which a query reaches a key.
 
-Scores are cut into square tiles. The active tiles, in which a query may reach a key, are listed once a step; every
-layer runs one loop over the list, forward and backward. The loop's length is data: it differs between the devices of
-one program, and padding, other segments and other branches cost nothing. Tiles are combined by the running softmax of
-FlashAttention (arXiv:2205.14135), and computed again in the backward pass: memory is linear in the length.
+Scores are cut into square tiles. The active tiles, in which a query may reach a key, are listed once for all layers;
+each layer runs one loop over the list, forward and backward. The loop's length is data: it may differ between the
+devices of one program, and padding, other segments and other branches cost nothing. The running softmax of
+FlashAttention (arXiv:2205.14135) combines tiles. The backward pass computes scores again, so that memory is linear in
+the length.
 
 Inside the loop a tile is a batch of plain matrix products: queries are `[tiles, K, R * tile, H]`, with KV heads in
 front; the `R` query heads that read one KV head are stacked upon each other.
@@ -35,7 +36,7 @@ class Tiles:
     count: Any  # i32 []
     segments: Any  # i32 [tiles, tile]
     branches: Any  # i32 [tiles, tile]
-    visits: flash.Visits | None = None  # the lists of `flash`, if it computes
+    visits: flash.Visits | None = None  # lists of tiles for `flash`; None: made when needed
 
     @property
     def size(self) -> int:
@@ -44,10 +45,10 @@ class Tiles:
 
 
 def tile_size(tokens: int) -> int:
-    """The size of a tile, so that a stream has at most 256 tiles. Small tiles skip more, large tiles loop less.
+    """The size of a tile; a stream has at most 256 tiles. Small tiles skip more, large tiles need fewer iterations.
 
     On CPUs, of the sizes from 64 to 512, 64 and 128 were the fastest up to 4096 tokens. On other devices an iteration
-    takes several launches; tiles of 512 should do enough arithmetic to outweigh them. This was not measured.
+    takes several launches, which the arithmetic of tiles of 512 should outweigh. This was not measured.
     """
     least = (64 if tokens <= 512 else 128) if target().platform == "cpu" else 512
     at_256_tiles = 1 << max((tokens - 1).bit_length() - 8, 0)
@@ -58,10 +59,10 @@ def tile_list(
     segments_S: Int[Array, " S"], branches_S: Int[Array, " S"], tile: int = 0, queries: flash.Like = None
 ) -> Tiles:
     """The tiles in which `sharding.kernels.attention.Mask` (causal) lets a query reach a key; `tile=0` chooses a size.
-    `queries` describe the queries of all layers: without it, `flash` lists its tiles in each layer.
+    `queries` has the dtype and the head size of all layers' queries; without it, `flash` lists its tiles in each layer.
 
-    The list never lacks a tile. It has no needless tile if segments and branches are contiguous, except at the border
-    of two segments, where branches are not compared. Padding may stand anywhere; segments may have any numbers.
+    The list never lacks a tile. If segments and branches are contiguous, needless tiles are only at the border of two
+    segments, where branches are not compared. Padding may stand anywhere; segments may have any numbers.
     """
     S = segments_S.shape[0]
     tile = tile or tile_size(S)

@@ -1,10 +1,10 @@
 """Active partial rollouts (APRIL; Flux, component 2): more prompts than a step needs, continued over rounds.
 
-A round ends with the first complete groups. The tokens of the other groups stay in the books with their log-probs and
-versions; these groups continue in the next round under the new weights. So a response may have several versions; the
-algorithm's importance correction accounts for them. Prompts that are predicted to end first are submitted first. A
-round waits for prompts that would become older than `max_staleness` versions by missing it; groups that still become
-too old lose their tokens and are generated again.
+A round ends when the groups of a step are complete. The tokens of unfinished groups stay in the books with their
+log-probs and versions; these groups continue in the next round under the new weights. So a response may have several
+versions, for which the algorithm's importance correction accounts. Prompts that are predicted to end first are
+submitted first. A round waits for prompts that would be too old for the next round: older than `max_staleness`
+versions. Groups that are too old all the same lose their tokens and are generated again.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class April(Rounds):
         if missing > 0 and not coordinator.exhausted and scored < needed:
             return [DrawPrompts(missing)]
         if waiting := ledger.at(PromptStage.DEFERRED, PromptStage.WAITING):
-            # Prompts that are predicted to end first go first; a prompt that became too old starts afresh.
+            # A prompt that became too old starts afresh.
             waiting.sort(key=lambda entry: (_left(coordinator, entry), entry.prompt.draw))
             size = coordinator.settings.group_size
             return generate(coordinator, waiting, size, size, keep=lambda entry: entry.born >= oldest)
@@ -67,7 +67,7 @@ class April(Rounds):
         return [*park, *self._train(coordinator, winners)]
 
     def _ready(self, coordinator: Coordinator) -> Sequence[Entry]:
-        """Returns only groups that no other prompt can displace: the oldest of all prompts under way."""
+        """Returns the scored groups among the `prompts_per_step` oldest: the step trains on these in any case."""
         entries = sorted(coordinator.ledger.entries.values(), key=_oldest_first)
         first = entries[: coordinator.settings.prompts_per_step]
         return [entry for entry in first if entry.stage is PromptStage.SCORED]

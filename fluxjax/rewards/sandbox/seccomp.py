@@ -1,10 +1,10 @@
 """The system calls that code in a sandbox may not make, as a program of the kernel's classic BPF (seccomp(2), bpf(4)).
 
-The filter refuses all ways to make or enter namespaces, mounts, the kernel's keys, tracing and loading, and memory that
-no limit counts: memfd, System V shared memory, queues of inotify, and buffers of sockets. `socketpair(AF_UNIX)` is
-allowed, for event loops, but no other socket; neither end may have a larger buffer, nor a name: sockets that are closed
-again could fill the buffer by its name. `clone` is refused only with flags of namespaces. Filters cannot read the flags
-of `clone3`, so that call seems not to exist, and the C library uses `clone`.
+The filter refuses namespaces, mounts, keys of the kernel, tracing, loading of kernel modules, and memory that no limit
+counts: memfd, System V objects, queues of inotify, and buffers of sockets. `socketpair(AF_UNIX)` is allowed, because
+event loops need it; no other socket is. `setsockopt` is refused because it could enlarge a buffer, and `bind` because
+many sockets could fill a buffer that has a name. `clone` is refused only with flags of namespaces. Filters cannot read
+the flags of `clone3`, so that `clone3` fails with ENOSYS, and the C library uses `clone`.
 """
 
 import errno
@@ -14,13 +14,13 @@ import struct
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _KILL, _REFUSE, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
-_NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in `struct seccomp_data`; both are little-endian
+_NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in `struct seccomp_data` on little-endian machines
 _NAMESPACES = 0x7E020080  # CLONE_NEW* of namespaces(7): time, mount, cgroup, uts, ipc, user, pid, net
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # requests that type into the run's terminal
-_X32 = 0x40000000  # the numbers of another interface of the same architecture
+_X32 = 0x40000000  # the least number of a call of x32, another interface of x86_64
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # the kernel's numbers (linux/audit.h)
 _CLONE, _IOCTL, _SOCKETPAIR, _CLONE3 = (56, 220), (16, 29), (53, 199), 435
-_REFUSED = {  # the numbers on each of these machines
+_REFUSED = {  # the numbers of each call on x86_64 and aarch64
     "unshare": (272, 97),
     "setns": (308, 268),
     "mount": (165, 40),
