@@ -42,7 +42,7 @@ class EngineLimits:
     max_sequence_tokens: int  # most tokens of a prompt and its response
     vocabulary: int
     vision: VisionConfig | None = None  # None for a text-only model
-    steps_per_sync: int = 4  # most tokens a sample in one round
+    steps_per_sync: int = 4  # most tokens a sample in one round, unless rounds may be longer
     longest_round: int = 0  # most tokens a sample in one round while no sample waits; 0: `steps_per_sync` always
     ahead: bool = False  # a turn of the engine is dispatched before the tokens of the previous turn are read
     small_model: bool = True  # batches are filled up rather than compiled in another shape

@@ -434,7 +434,7 @@ class Scheduler:
         return any(not sample.ended for sample in samples)
 
     def reap(self) -> list[Delivery]:
-        """Ends all marked samples, running or waiting. Must not be called while a turn is dispatched."""
+        """Ends all marked samples, running or waiting. Unread tokens of these samples are dropped."""
         marked = [s for job in self.jobs.values() for s in job.samples if s.aborted and not s.ended]
         if any(sample.slot < 0 for sample in marked):
             self.waiting = deque(sample for sample in self.waiting if not sample.aborted)

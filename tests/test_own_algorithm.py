@@ -138,3 +138,15 @@ def test_another_name_takes_back_what_the_one_before_brought_along(name):
     config = AlgorithmConfig.of(name, entropy_coefficient=0.1)
     config.choose("grpo")
     assert config == AlgorithmConfig(entropy_coefficient=0.1)
+
+
+def test_an_object_without_the_base_class_keeps_all_of_its_members():
+    """A module or an object need not derive from `RLAlgorithm` to be coupled, for instance."""
+
+    def couple(groups, log_ratios, cfg):
+        return {}, {}
+
+    mine = types.SimpleNamespace(advantages=print, token_loss=repr, couple=couple, coupled=True, whole_step=True)
+    found = find_algorithm(AlgorithmConfig(name=mine))
+    assert found.couple is couple and found.coupled and found.whole_step and found.advantages is print
+    assert not found.critic and not found.idle_without_advantage(AlgorithmConfig())

@@ -93,7 +93,8 @@ def adapted(implementation: Any, field: str) -> RLAlgorithm:
     if isinstance(implementation, RLAlgorithm):
         return implementation
     algorithm = RLAlgorithm()  # for any object with the two functions, such as a module
-    vars(algorithm).update(advantages=implementation.advantages, token_loss=implementation.token_loss)
+    members = [name for name in vars(RLAlgorithm) if not name.startswith("_") and hasattr(implementation, name)]
+    vars(algorithm).update({name: getattr(implementation, name) for name in members})
     return algorithm
 
 

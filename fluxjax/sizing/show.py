@@ -14,12 +14,15 @@ from .check import Verdict
 
 _KINDS = {  # in the order of the table's rows and of the parts of a bar
     "master weights": "#1f77b4",
+    "cast weights": "#aec7e8",
+    "merged weights": "#c6dbef",
     "moments": "#6baed6",
     "gradients": "#08519c",
     "reference weights": "#9ecae1",
     "critic weights and moments": "#17becf",
     "engine weights": "#2ca02c",
     "KV cache": "#ff7f0e",
+    "states": "#ffbb78",
     "servers": "#bcbd22",
     "batches": "#9467bd",
     "temporaries": "#d62728",
