@@ -115,7 +115,7 @@ class TextConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """How many numbers of a head the rotary embedding rotates."""
+        """The size of the part of a head that the rotary embedding rotates."""
         return int(self.head_dim * self.rotated)
 
     @property

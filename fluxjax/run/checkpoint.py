@@ -42,7 +42,7 @@ class Checkpoints:
     checkpoint its name last."""
 
     def __init__(self, folder: pathlib.Path, keep: int, *, read_only: bool = False, largest: int = 0) -> None:
-        """With `read_only`, no file is changed: a run may still be writing. `largest` is the size of the largest array,
+        """`read_only` leaves all files unchanged, since a run may still be writing. `largest` is the size of the largest array,
         in bytes: about as many bytes are encoded or decoded at a time, so that host memory never holds a second copy of
         the state. Raises `ResumeError` if the folder cannot be created."""
         self.folder = folder.absolute()
