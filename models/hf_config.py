@@ -31,7 +31,7 @@ def need(config: JsonObject, name: str, where: str, kind: type = int) -> Any:
     return value
 
 
-# Settings that this decoder lacks, each with the one value under which other programs compute as this decoder does.
+# Settings each with the only value that is read: under it, other programs compute as this decoder does.
 _SUPPORTED: dict[str, bool | int | None] = {
     "mlp_bias": False,
     "is_causal": True,

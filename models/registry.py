@@ -35,7 +35,7 @@ class Architecture:
     tensor_names: Callable[[DecoderConfig, Mapping[Any, Any]], "list[TensorName]"]
     published: NameLayout = NameLayout.FLAT  # the layout of published checkpoints, which SGLang reads
     rope_index: Callable[..., tuple[np.ndarray, int]] | None = None  # None: the model reads text only
-    carried: str = ""  # prefix of the names of tensors that no model here reads, and exports copy
+    carried: str = ""  # prefix of tensors that no model here reads; they are copied into exports
 
 
 def _part(path: str) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """The compiled programs of the embedded engine: prefill prompts, fill pages, start samples, decode a round.
 
-The programs are pure functions of weights, cache and small host arrays. Their compilation depends on bucketed shapes
-only, not on values, so that the number of compilations stays small.
+The programs are pure functions of weights, cache and small host arrays. Their compilation depends on bucketed shapes,
+and on whether any sample has a top-k or top-p, so that the number of compilations stays small.
 
 A round of decoding writes the keys and values of each new token into pages of the donated cache, and attention reads
 the pages in place (`sharding.kernels.paged`). So a round pays for running samples and their entries, and the loop over
@@ -315,8 +315,8 @@ def sample(
     """Samples one token a slot: `(tokens_B, logprobs_B)`.
 
     Forbidden ids are removed first, then all but the `top_k` most probable tokens, then all but the smallest set of
-    these whose renormalised probability reaches `top_p`; equal logits rank by token id. The sampled token has the
-    largest sum of logit and Gumbel noise, so no sum over tokens decides. `index_B` is the token's index in its
+    these whose renormalised probability reaches `top_p`; equal logits rank by token id. Among the tokens that
+    are left, the one with the largest sum of logit and Gumbel noise is sampled. `index_B` is the token's index in its
     response.
     """
     greedy_B = params.temperature_B == 0

@@ -1,5 +1,5 @@
-"""The text of `--help`: every setting with its value, the comment that stands at its declaration, its bound, and, if it
-is a choice, the possible choices."""
+"""The text of `--help`: every setting that the command reads, with its value, the comment that stands at its
+declaration, its bound, and, if it is a choice, the possible choices."""
 
 import dataclasses
 import enum
@@ -16,8 +16,8 @@ _OBVIOUS = ("", "be greater than 0", "not be negative")  # bounds that are left 
 
 
 def help_text(doc: str, config: Config, word: str = "") -> str:
-    """Returns what `--help` prints: `doc`, then every setting with its value in `config`; with a `word`, only the
-    settings that have it in their name or comment."""
+    """Returns what `--help` prints: `doc`, then every setting that `config` does not list as unread, with its value;
+    with a `word`, only the entries that contain it."""
     entries = [
         entry for name, entry in _entries(config, "") if not lies_in(name.removeprefix("--config."), config.unread)
     ]

@@ -1,5 +1,5 @@
 """Computes, before an optimizer step, the numbers that a loss reads beside the tokens: log-probs under other weights,
-means over responses, and slopes of losses that couple responses."""
+each response's means over its tokens, and slopes of losses that couple responses."""
 
 from __future__ import annotations
 

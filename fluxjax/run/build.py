@@ -308,8 +308,8 @@ def training_prompts(
 class NoPixels:
     """Has the methods of `Pixels` for a run whose model reads text only: nothing is stored or fetched."""
 
-    proxy: ProxyMedia | None = None  # prepares prompts without pixels; None: prompts hold their pixels
-    fetch: Fetch | None = None  # returns the pixels of tickets; None: prompts hold their pixels
+    proxy: ProxyMedia | None = None  # prepares prompts without pixels; None: there are none
+    fetch: Fetch | None = None  # returns the pixels of tickets; None: there are none
     materializer: Materializer | None = None
 
     def place_of(self, ticket: str) -> str:

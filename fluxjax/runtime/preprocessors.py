@@ -93,7 +93,7 @@ class Preprocessors:
             )
             for number in range(count)
         ]
-        self._changed = threading.Condition()  # guards the three fields below, and the addresses of `_all`
+        self._changed = threading.Condition()  # guards the three fields below
         self._places: Places | None = None
         self._failure = ""
         self._complete = False  # every process has announced an address

@@ -2,7 +2,7 @@
 
 If sequences are spread over devices, the sizes of some buffers depend on the lengths of a step: this file takes the
 largest sizes in a few steps of made-up lengths. Buffers of tokens and patches are as long as `packing` allows. Under
-`fsdp`, tables of runs have room for all runs of a step in one row.
+`fsdp`, the tables of layers with Gated DeltaNet (`PackedRuns`) have room for a step's prompts and responses in one row.
 """
 
 from __future__ import annotations

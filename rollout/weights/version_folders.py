@@ -6,10 +6,10 @@ name when it is complete. `pull` makes a checkpoint folder of a version in a hos
 
 A delta is lossless: XOR of the words of two versions, compressed by zstd. After a small step, most weights are the same
 in bfloat16: the XOR is zeros with a few bits between. A delta's folder has the layout of SGLang's `/pull_weights` (pull
-request 30367) and slime's disk deltas. An index like a checkpoint's names the base (the version before) in its
-metadata. A safetensors file has the compressed words of every changed tensor, and the xxh3 of every tensor of the
-version and of its `config.json`. Only these checksums show a wrong base, or a damaged name, which would leave
-its tensor unchanged.
+request 30367) and slime's disk deltas. Its index has the form of a checkpoint's index; the index's metadata name the
+base, which is the version before. A safetensors file has the compressed words of every changed tensor, and the xxh3 of
+every tensor of the version and of its `config.json`. Only these checksums show that the base is wrong, or that the name
+of a changed tensor is damaged, so that the tensor would stay unchanged.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SOURCE = "source.txt"  # holds the path of the source
 KEPT = 2  # versions on a host: the last pulled, and the one before, which a server may still be reading
 
 
-FILE, CONFIG = "model-00001-of-00001.safetensors", "config.json"  # files of a delta; a checkpoint has `CONFIG`, too
+FILE, CONFIG = "model-00001-of-00001.safetensors", "config.json"  # of a delta; of a checkpoint
 FORMAT = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "xxh3-128"}
 LEVEL = 1  # level of zstd: the words of a small step are mostly zeros, and higher levels save little more
 
@@ -151,7 +151,8 @@ class VersionFolders:
 def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Path:
     """Returns a checkpoint folder of a version, below `local`. If possible, applies deltas to a version in `local`.
 
-    Processes of a host may pull at once. Raises PullError, DeltaError and OSError; versions in `local` then stay.
+    Several processes of a host may pull at the same time. Raises PullError, DeltaError and OSError; versions in `local`
+    then stay.
     """
     if not (source / folder_name(version)).is_dir():  # checked before any folder of this host changes
         raise _missing(source, version)
@@ -190,8 +191,8 @@ def pulled(local: pathlib.Path, source: pathlib.Path) -> pathlib.Path:
 
 
 def _not_of(owners: Container[int], folder: pathlib.Path) -> str:
-    """The reason why users other than `owners` may change a folder's contents; empty if they may not. Shared memory is
-    open to all users of a host."""
+    """The reason why a folder of shared memory, which is open to all users of a host, is not one that `owners` made;
+    empty if it is."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
         return "it is a link or a file"
@@ -318,9 +319,9 @@ def checksum(tensor: np.ndarray) -> str:
 
 
 def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base: int, version: int) -> int | None:
-    """Writes the delta from one safetensors file to another of the same tensors, and returns its bytes. If the delta is
-    no smaller than the tensors, writes nothing and returns None. Raises OSError if the disk is full, and DeltaError
-    for tensors of another shape or dtype."""
+    """Writes the delta from one safetensors file to another of the same tensors, and returns its size in bytes. If the
+    delta is no smaller than the tensors, writes nothing and returns None. Raises OSError if the disk is full, and
+    DeltaError for tensors of another shape or dtype."""
     with safe_open(new, framework="numpy") as tensors:
         names = sorted(tensors.keys())
     changed: dict[str, np.ndarray] = {}

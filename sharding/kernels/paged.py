@@ -22,7 +22,7 @@ from ..mesh import Tiling, launch, runs_triton
 chosen = functools.partial(runs_triton, multiple=8, most=256)
 
 BLOCK = 64  # entries of a sequence that the portable form reads at a time
-PARTS = 16  # most parts of a sequence in the kernel
+PARTS = 16  # the kernel cuts a sequence into at most so many parts
 LEAST_TILES = 4  # least tiles of a part, since the sums of a part take memory traffic, too
 MASKED = -1e30  # the score of an entry behind the sequence's end
 
@@ -37,7 +37,7 @@ def paged_attention(
 ) -> Float[Array, "B N H"]:
     """Grouped-query attention of a token over the first `length` (at least 1) entries of the pages in one layer.
 
-    The numbers of pages behind the last entry may be out of range. Scores, softmax and sums are float32. All entries of
+    Page numbers behind the last entry may be out of range. Scores, softmax and sums are float32. All entries of
     the pages must be finite.
     """
     return (_by_parts if chosen(q, k, v) else _by_blocks)(q, k, v, pages, length, layer)
@@ -81,8 +81,8 @@ def _by_blocks(q: Array, k: Array, v: Array, pages: Array, length: Array, layer:
 
 
 def tiling_of(dtype: Any, head: int) -> Tiling:
-    """The kernel's tiling, by the entries of a tile. Page numbers are loaded one tile before keys and values. So five
-    stages keep two tiles of keys and values in shared memory: 72 KB in bfloat16, of at least 99 KB on each GPU."""
+    """The number of entries of the kernel's tile, its warps and its stages. Page numbers are loaded a tile before keys
+    and values. With five stages, the compiled kernel has 72 KB of shared memory in bfloat16; each GPU has 99 KB."""
     narrow = head <= 128
     if jnp.dtype(dtype).itemsize == 4:
         return Tiling((32 if narrow else 16,), 4, 3)

@@ -103,7 +103,8 @@ class Worker:
     def run(self, window: Window, push: Push) -> None:
         """Goes forward through each microbatch and, with `push(key, microbatch's number, rows)`, backward.
 
-        Gradients are pushed once they are computed: the owner's device works in order, and would wait for this device.
+        Gradients are pushed only after they are computed. If they were pushed earlier, the owner's device, which works
+        in order, would wait for this device.
         """
         for number, index in enumerate(self.task.indices):
             microbatch = self.task.microbatches[index]
@@ -211,7 +212,8 @@ class Odc:
     def loss_and_grad(
         self, params: Params, batches: Sequence[PyTree], devices: Sequence[int], work: Sequence[float] = ()
     ) -> tuple[jax.Array, Tally, Params]:
-        """Returns (loss, tally, gradients) summed over the microbatches `batches`; `devices[i]` computes the `i`-th.
+        """Returns (loss, tally, gradients) of all microbatches: sums, and the maxima of the tallies' maxima.
+        `devices[i]` computes the `i`-th microbatch.
 
         Every process has the batches of its own devices as arrays on the host, and at least the shapes of all others.
         `work` is the predicted work of each batch, in any unit, and decides the deterministic order. Raises OdcError,

@@ -11,8 +11,8 @@ that is many pushes ahead of an owner waits.
 Owners add gradients up. In arrival order a push is added at once, and two runs may differ in the last bits. In a fixed
 order a push waits for its key's pushes of all microbatches that the plan expects to end earlier. Few pushes wait if the
 expectation is right. The number of waiting pushes is bounded: a device with too many waiting pushes waits, too. This
-can't block all devices. The device of the first microbatch in the order that is not added in full never waits, since
-the microbatch's pushes are next, and a fetch only reads.
+can't block all devices. Look at the first microbatch, in the order, that is not added in full: its device never waits,
+since the microbatch's pushes are next, and a fetch only reads.
 """
 
 import collections
@@ -34,7 +34,7 @@ Key = tuple[int, int]  # unit, layer
 Turn = tuple[int, int]  # device, number of the microbatch on this device
 Row = tuple[jax.Array, ...]  # a unit's rows, one of each owner in order, on the device that fetched them
 Itinerary = Sequence[tuple[Key, ...]]  # the keys of the weights of each step of a device
-BOUND = 6  # the most pushes of a device that wait at an owner
+BOUND = 6  # a device with more pushes that wait at an owner waits itself
 _FETCH, _PUSH = 0, 1
 
 

@@ -119,8 +119,8 @@ class Rounds(Base, abc.ABC):
         """Returns the instructions within a round. Must not end the round unless `coordinator.awaiting` is empty."""
 
     def _given_up(self, coordinator: Coordinator) -> bool:
-        """Returns True if a stop ends the round at once: dynamic sampling may end the step late or never. Scored
-        groups stay in the books, and the resumed run continues with these groups."""
+        """Returns True if a stop ends the round at once, since dynamic sampling may delay the step's end for ever.
+        Scored groups stay in the books, and the resumed run continues with these groups."""
         return bool(coordinator.stop_reason and coordinator.ledger.dropped and self._missing(coordinator) > 0)
 
     def _missing(self, coordinator: Coordinator) -> int:
