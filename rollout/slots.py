@@ -227,7 +227,7 @@ class SlotTable:
         return DecodeRound(
             pages_BC=np.pad(self.page_NC[slots_B], ((0, padding), (0, 0))),
             entries_BR=np.pad(entries_BR, ((0, padding), (0, 0)), constant_values=self.no_page * PAGE_TOKENS),
-            steps=np.int32(steps),
+            steps=np.array(steps, np.int32),
             slot_B=self.padded(slots_B, size),
             position_B=fill(self.next_position_N[slots_B] + tokens_B - 1),
             length_B=fill(cached_B),
