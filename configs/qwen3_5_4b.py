@@ -34,6 +34,7 @@ def get_config(variant: str = "") -> Config:
     config.model.path = "Qwen3.5-4B"
     config.rollout.engines = 1
     config.rollout.slots = 64
+    config.packing.tokens_per_row = 16384
     config.lora.rank = 32
     config.lora.alpha = 64.0
     config.lora.targets = (*config.lora.targets, "in_proj_qkv", "in_proj_z", "out_proj")
