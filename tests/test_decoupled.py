@@ -21,6 +21,7 @@ from fluxjax.batch.work import estimate, mixing_work, model_sizes
 from fluxjax.config import FSDP, ODC, ConfigError
 from fluxjax.data.prepare import PromptLimits
 from sharding.planner.vision_units import surely_hold
+from sharding.spread.buffers import size_cost
 from sharding.spread.shapes import ShapeBook
 
 pytestmark = pytest.mark.slow
@@ -399,3 +400,13 @@ def test_shapes_of_one_device_and_of_all_are_remembered_apart():
     again = ShapeBook(MAX_SHAPES)
     again.load_state(book.state())
     assert again == book
+
+
+def test_sizes_of_an_earlier_release_are_not_taken_over():
+    """Spread streams counted chunks, which no size counts today; rows count them still."""
+    spread, rows = {"columns": 512, "round/1/0": 512, "chunks": 24}, {"columns": 512, "rows": 2, "chunks": 24}
+    book = ShapeBook(MAX_SHAPES)
+    book.load_state({"entries": {"1": [spread, rows]}, "coming": [[1, spread, 3], [1, rows, 4]]})
+    assert book.entries == {1: [rows]} and book.coming == [(1, rows, 4)]
+    needs = {"columns": 500, "round/1/0": 500, "runs": 8}
+    assert "chunks" not in book.fit(needs, {"columns": 1024}, size_cost)

@@ -184,7 +184,7 @@ def size_weight(name: str) -> float:
         return 0.25 if _round_order(name)[0] < -1 else 0.05
     if name in ("patches", "frame") or name.startswith("send/"):
         return 0.25
-    return {"columns": 1.0, "exports": 0.1, "runs": 1.0}.get(name, 0.0)  # older run states have sizes that nobody uses
+    return {"columns": 1.0, "exports": 0.1, "runs": 1.0}[name]
 
 
 def size_cost(sizes: Mapping[str, int]) -> float:

@@ -188,12 +188,18 @@ class ShapeBook:
         return {"entries": entries, "served": served, "divided": divided, "step": self.step, "coming": coming}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.entries = {int(devices): list(map(dict, entries)) for devices, entries in state["entries"].items()}
+        self.entries = {int(devices): _present(entries) for devices, entries in state["entries"].items()}
         # Older checkpoints lack the fields below.
         self.served = {int(devices): count for devices, count in state.get("served", {}).items()}
         self.divided = {int(devices): count for devices, count in state.get("divided", {}).items()}
         self.step = state.get("step", 0)
-        self.coming = [(devices, dict(sizes), first) for devices, sizes, first in state.get("coming", [])]
+        coming = state.get("coming", [])
+        self.coming = [(devices, dict(sizes), first) for devices, sizes, first in coming if _present([sizes])]
+
+
+def _present(entries: Sequence[Sizes]) -> list[Sizes]:
+    """Copies of the entries, without those of spread streams that count chunks: today such entries count runs."""
+    return [dict(sizes) for sizes in entries if GIVEN in sizes or PER_ROW not in sizes]
 
 
 def _cells(sizes: Mapping[str, int]) -> int:
