@@ -84,6 +84,13 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield made
 
 
+@pytest.fixture
+def of_servers(engine: Subject) -> None:
+    """A rule of this kind is about what a server has: routes for weights, pauses by its clients, checksums."""
+    if engine.fleet is None:
+        pytest.skip("the embedded engine is no server")
+
+
 @pytest.fixture(autouse=True)
 def long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_cases, "LONGEST", LONGEST)  # of the forward pass that answers are compared with
@@ -312,11 +319,11 @@ async def test_rule_12_generated_placeholders_are_text(engine: Subject) -> None:
 
 @pytest.mark.medium
 @pytest.mark.parametrize("way", ["bucket", "orbax", "ipc"])
+@pytest.mark.usefixtures("of_servers")
 async def test_rule_13_every_route_brings_the_same_bits(engine: Subject, way: str, tmp_path: pathlib.Path) -> None:
     """A checksum a tensor says so, before anything is generated; a delta follows a whole version. Everywhere else,
     weights come through shared memory."""
-    if engine.fleet is None:
-        pytest.skip("has no server")
+    assert engine.fleet is not None
     if engine.name == "serve" and way == "ipc":
         pytest.skip("rollout.serve has no PyTorch, whose handles these are")
     if way == "ipc":
@@ -338,12 +345,12 @@ async def test_rule_13_every_route_brings_the_same_bits(engine: Subject, way: st
 
 @pytest.mark.medium
 @pytest.mark.parametrize("way", ["shm", "bucket"])
+@pytest.mark.usefixtures("of_servers")
 async def test_rule_14_an_update_that_leaves_a_tensor_out_is_never_served(
     engine: Subject, way: str, tmp_path: pathlib.Path
 ) -> None:
     """SGLang reports success."""
-    if engine.fleet is None:
-        pytest.skip("has no server")
+    assert engine.fleet is not None
     await begun(engine)
 
     class LeavesOut(Buckets):
@@ -418,11 +425,11 @@ async def test_rule_16_a_second_turn_goes_on_from_the_first(engine: Subject, mon
 
 @pytest.mark.medium
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+@pytest.mark.usefixtures("of_servers")
 async def test_rule_17_a_pause_changes_no_token(engine: Subject, mode: PauseMode) -> None:
     """A greedy response that a client pauses has the tokens of one that nobody paused, in every mode. A response that
     `abort` has ended goes on from its tokens, and SGLang has their cache."""
-    if engine.fleet is None:
-        pytest.skip("has no server")
+    assert engine.fleet is not None
     await begun(engine)
     whole, prompt = model(engine.kind), prompts(engine.kind)["mixed"]
     how = {"max_new_tokens": 120, "temperature": 0.0, "forbidden_ids": processor(engine.kind).media_token_ids}
@@ -455,10 +462,10 @@ async def test_rule_17_a_pause_changes_no_token(engine: Subject, mode: PauseMode
     np.testing.assert_allclose(logprobs, full[len(ids) - len(logprobs) :], rtol=0, atol=GAP)
 
 
+@pytest.mark.usefixtures("of_servers")
 async def test_rule_18_a_bit_of_a_weight_is_noticed(engine: Subject, tmp_path: pathlib.Path) -> None:
     """Whichever weight has it; the error has its name, as the server says it."""
-    if engine.fleet is None:
-        pytest.skip("has no server")
+    assert engine.fleet is not None
     await begun(engine)
     whole = model(engine.kind)
     models.save(whole, tmp_path)
