@@ -113,10 +113,10 @@ class KVCache:
 
         return dataclasses.replace(self, k_LCKSH=write(self.k_LCKSH, k_BKH), v_LCKSH=write(self.v_LCKSH, v_BKH))
 
-    def with_states(self, slot_B: Int[AnyArray, " B"] | None, layers: list[DeltaState]) -> KVCache:
+    def with_states(self, slot_B: Int[AnyArray, " B"], layers: list[DeltaState]) -> KVCache:
         """The cache with new states of these slots, one of `layers` for each layer with states; out-of-range slots are
         dropped."""
-        if not layers or slot_B is None:
+        if not layers:
             return self
         return dataclasses.replace(self, states=self._written(slot_B, jax.tree.map(lambda *x: jnp.stack(x), *layers)))
 

@@ -57,11 +57,10 @@ class EngineArrays:
         return self._state.programs.decode.lower(self.params, self.cache, last_N, batch)
 
     def lowered(self, prompt: ModelInput, begun: Sequence[int] = ()) -> dict[str, jax.stages.Lowered]:
-        """The programs that need most memory, by name, not compiled yet. `prompt` is the longest
-        prompt. `prefill` has as many of it as a call takes, or the last chunk of a sequence if that has more attention
-        scores. `features`
-        has the largest group of the prompt's frame pairs, if the vision tower computes by groups. `decode` has all
-        slots at full length.
+        """The programs that need most memory, by name, not compiled yet. `prompt` is the longest prompt. `prefill` has
+        as many of it as a call takes, or the last chunk of a sequence if that has more attention scores. `features` has
+        the largest group of the prompt's frame pairs, if the vision tower computes by groups. `decode` has all slots at
+        full length.
 
         `begun` are the numbers of tokens of a prompt's responses that are prefilled with the prompt: requests that
         have lost their cache go on in this way.

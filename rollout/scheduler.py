@@ -237,7 +237,7 @@ class Scheduler:
         return True
 
     def _round_steps(self, slots_B: np.ndarray) -> int:
-        """The most tokens of a sample in the next round. Each number has a program, so there are few numbers."""
+        """The most tokens of a sample in the next round, as long as no sample waits for the round to end."""
         table, steps = self.table, self.limits.steps_per_sync
         if not len(slots_B) or self.waiting or len(slots_B) < self.running:
             return steps

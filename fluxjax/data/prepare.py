@@ -291,8 +291,8 @@ class Preparer:
     async def draw(self, count: int) -> Sorted:
         """Returns the next `count` draws: prepared prompts, and skipped prompts with reasons.
 
-        Raises `DataError` if so many prompts in a row were skipped that all data must be wrong, if more than the
-        share `MAX_SKIPPED` of all draws was skipped, or if a file cannot be read.
+        Raises `DataError` if a file cannot be read, if too many prompts in a row were skipped, or if the skipped draws
+        exceed the share `MAX_SKIPPED` of all draws.
         """
         items = self._taken_at_once(count)
         if items is None:

@@ -22,7 +22,7 @@ from ..mesh import Tiling, launch, runs_triton
 chosen = functools.partial(runs_triton, multiple=8, most=256)
 
 BLOCK = 64  # entries of a sequence that the portable form reads at a time
-PARTS = 16  # the kernel cuts a sequence into at most so many parts
+PARTS = 16  # upper bound on the parts into which the kernel cuts a sequence
 LEAST_TILES = 4  # least tiles of a part, since the sums of a part take memory traffic, too
 MASKED = -1e30  # the score of an entry behind the sequence's end
 

@@ -49,9 +49,9 @@ def packed_runs(
 ) -> PackedRuns:
     """Returns the table of packed rows, whose arrays follow the rules of `models.inputs.PackedTokens`.
 
-    Every row gets `chunks` chunks (0: as many as the fullest row needs) of `size` tokens. With
-    `given`, the first run of each row goes on from a state that the caller has. Raises ValueError if `chunks` are too
-    few for a row, or if a branch has a token before the last token of its prompt.
+    Every row gets `chunks` chunks (0: as many as the fullest row needs) of `size` tokens. With `given`, the first run
+    of each row goes on from a state that the caller has. Raises ValueError if `chunks` are too few for a row, or if a
+    branch has a token before the last token of its prompt.
     """
     rows = [_Row(*row, size, given) for row in zip(segments_BT, branches_BT, strict=True)]
     most = max((row.chunks for row in rows), default=0)

@@ -59,7 +59,7 @@ versions = itertools.count(1)
 TEXTS: dict[str, dict[str, Any]] = {
     "qwen3": {"rope": RopeConfig(30.0)},
     "qwen3_vl": {"rope": RopeConfig(30.0, mrope_section=(6, 3, 3), interleaved=True)},
-    # Of its three layers, the second attends. The epsilon keeps the norm behind the states well-conditioned.
+    # Three layers, the second one with attention. The epsilon keeps the norm behind the states well-conditioned.
     "qwen3_5": {
         "rope": RopeConfig(30.0, mrope_section=(2, 2, 2), interleaved=True),
         "rotated": 0.5,

@@ -72,7 +72,7 @@ class Pending:
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_25_a_slow_device_never_waits_for_the_host(ahead):
-    """With more samples than slots: starts come between the rounds."""
+    """There are more samples than slots, so that starts come between the rounds."""
     serving, device = engine(models.abstract(TEXT), slots=4, kv_tokens=512, ahead=ahead), SlowDevice()
     serving._device.params = {}
     serving._device.start, serving._device.decode = device.start, device.decode  # type: ignore[method-assign]
@@ -145,7 +145,7 @@ async def test_27_weights_pauses_and_aborts_wait_for_unread_tokens():
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", ["dispatch", "read"])
 async def test_27_a_failure_costs_the_culprit_only(expected, fails):
-    """Whether the device refuses a turn, or fails while it computes."""
+    """The device refuses a turn (`dispatch`), or fails while it computes the turn (`read`)."""
     serving = engine(build(TEXT), ahead=True)
     work = serving._device.decode
 

@@ -95,7 +95,7 @@ def test_weights_that_are_cast_before_the_step_have_the_same_gradients(devices):
     paths = {path: "bfloat16" if path in fsdp.copied else "float32" for path in by_path(params)}
     assert paths == {path: str(grad.dtype) for path, grad in by_path(grads).items()}
     assert paths == {path: str(weight.dtype) for path, weight in by_path(copies).items()}
-    # Of the odd bias, all devices have the same slice.
+    # All devices have the same slice of the odd bias, so that `copies` leaves it alone.
     odd = {path for path in paths if path[-1] == "odd"}
     assert odd and fsdp.copied == paths.keys() - (odd if devices > 1 else set())
 
