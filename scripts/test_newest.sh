@@ -43,7 +43,7 @@ if [ "${FLUXJAX_TURN:-0}" = 0 ]; then # kernels for all architectures, with CUDA
     FLUXJAX_TURN='' FLUXJAX_AOT="$FLUXJAX_AOT" tests tests/sharding/test_gpu_kernels.py \
         tests/test_preflight.py::test_programs_are_traced_for_the_described_device || status=1
     FLUXJAX_AOT="$(bash scripts/install_aot.sh .venv-newest/bin/python cuda13 0.11.2)" # the newest JAX that it knows
-    FLUXJAX_TURN='' FLUXJAX_AOT="$FLUXJAX_AOT" tests tests/sharding/test_{flash,head}.py -k "gpus_call or an_h100" || status=1
+    FLUXJAX_TURN='' FLUXJAX_AOT="$FLUXJAX_AOT" tests tests/sharding/test_gpu_kernels.py -k "gpus_call or an_h100" || status=1
 fi
 parts=("tests/sharding tests/test_learner.py"
     "tests/models tests/test_spread_equivalence.py tests/rollout/test_protocol.py"

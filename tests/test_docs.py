@@ -38,6 +38,23 @@ def test_commands_of_the_readme_exist():
         assert (ROOT / file).exists(), file
 
 
+SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_name_files_that_exist_and_words_of_their_tests(script):
+    for command in re.sub(r"\\\n", " ", script.read_text()).splitlines():
+        named = re.findall(r"(?<![\w./])(?:tests|benchmarks|examples|configs|scripts)/[\w./*{},-]*[\w}/*]", command)
+        expand = ["bash", "-c", "printf '%s\\n' " + " ".join(named)]  # braces and stars
+        files = subprocess.run(expand, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+        assert not [file for file in files if not (ROOT / file).exists()], command
+        texts = "".join((ROOT / file).read_text() for file in files if file.endswith(".py"))
+        for words in re.findall(
+            r'tests?\b.* -k ("[^"]+"|\w+)', command
+        ):  # pytest's choice by name: an empty one exits 5
+            assert all(word.strip() in texts for word in words.strip('"').split(" or ")), command
+
+
 def test_the_default_run_takes_the_same_time_everywhere():
     for file in ("README.md", "CHANGELOG.md", "configs/vlm.py"):
         text = " ".join((ROOT / file).read_text().split())
