@@ -206,7 +206,7 @@ class Outline:
 
     @property
     def program(self) -> tuple[object, ...]:
-        """A key that is equal for microbatches that the same compiled program computes."""
+        """A key of the compiled program that computes the microbatch."""
         return (self.num_devices, *sorted(self.sizes.items()))
 
     @property
