@@ -154,15 +154,15 @@ def _call(
 def tile_table(
     segments: Int[Array, "B S"], branches: Int[Array, "B S"], queries: int, keys: int, causal: bool
 ) -> tuple[Bool[Array, "B Q K"], Bool[Array, "B Q K"]]:
-    """The tiles in which any query may reach a key, and the tiles among them in which every query reaches every key.
+    """Returns the tiles in which any query may reach a key, and the tiles in which every query reaches every key.
 
-    S is a multiple of the tiles' sizes. The first table never lacks a tile. It has needless tiles at borders of
-    segments, where branches are not compared, and where segments are not numbered in their order in the row.
+    S is a multiple of the tiles' sizes. The first table has every needed tile. It also has needless tiles at borders of
+    segments, where branches are not compared, and in rows whose segment numbers do not ascend.
     """
     most = jnp.iinfo(jnp.int32).max
 
     def ends(x: Array, size: int) -> tuple[Array, Array, Array]:
-        """Each tile's (least value, largest value, whether all tokens are real); only real tokens have values."""
+        """Returns (least value, largest value, whether no token is padding) of each tile. Padding has no value."""
         real = (segments != 0).reshape(segments.shape[0], -1, size)
         x = x.astype(jnp.int32).reshape(real.shape)
         return jnp.where(real, x, most).min(axis=2), jnp.where(real, x, -1).max(axis=2), real.all(axis=2)
@@ -188,9 +188,9 @@ def tile_table(
 def tile_lists(
     active: Bool[Array, "B Q K"], whole: Bool[Array, "B Q K"]
 ) -> tuple[Int[Array, "B Q K"], Int[Array, "B Q 2"]]:
-    """Lists the indices of the active tiles of each line of the tables: first the tiles that need the mask, then the
-    `whole` tiles. Also returns (number of tiles that need the mask, number of active tiles). Entries behind a
-    list's end are never read."""
+    """Lists the indices of the active tiles of each line of the tables. First come the tiles that need the mask, then
+    the `whole` tiles. Also returns, for each list, (number of tiles that need the mask, number of active tiles).
+    Entries after a list's end are never read."""
     masked = active & ~whole
     several = masked.sum(axis=2, dtype=jnp.int32)
     place = jnp.where(whole, several[:, :, None] + jnp.cumsum(whole, axis=2), jnp.cumsum(masked, axis=2)) - 1
