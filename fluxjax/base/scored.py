@@ -7,7 +7,7 @@ The numbers of a response are written once as little-endian bytes (`bytes_of`):
 - a head with the sample's number, the number of tokens, the number of runs of versions, the bytes of a token, and the
   temperature;
 - runs of (version, number of tokens);
-- log-probs as float32;
+- log-probs as float32, and then tokens as uint16 if all tokens fit, else as int32.
 """
 
 import dataclasses

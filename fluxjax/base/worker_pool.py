@@ -272,7 +272,8 @@ class WorkerPool:
         raise RuntimeError(self._closed_text)
 
     def _idle_one(self) -> _Process | None:
-        """Returns an idle process, or None if a process is to be started. A patient pool waits for an idle process."""
+        """Returns an idle process, or None if the caller must start a process. A patient pool waits for an idle
+        process."""
         with self._changed:
             while self._patient:
                 self._changed.wait_for(lambda: self._idle or self._closed or not self._starting)
@@ -281,7 +282,7 @@ class WorkerPool:
                 if not self._changed.wait_for(
                     lambda: self._idle or self._closed or self._starting, self._start_seconds
                 ):
-                    break  # otherwise look again: another call may be starting a process, one start at a time
+                    break  # otherwise looks again, because another call is starting a process
             self._check_open()
             if self._idle:
                 return self._idle.pop()
@@ -290,7 +291,7 @@ class WorkerPool:
 
     def _start(self) -> _Process:
         memory = int(self.memory_gib * (1 << 30))
-        path = [os.path.abspath(folder) for folder in sys.path]  # "" means the current folder
+        path = [os.path.abspath(folder) for folder in sys.path]  # an empty text means the current folder
         function = {"function": self.function_path, "made_with": self._made_with}
         process = _Process({**function, "path": path, "memory": memory})
         if "failed" in process.ready:
@@ -299,7 +300,7 @@ class WorkerPool:
         return process
 
     def _give_back(self, process: _Process, answered: bool, seconds: float = 0.0) -> None:
-        """Makes the process available to the next call, or ends a process that has not answered fully."""
+        """Makes the process available to the next call, or ends it if it has not answered completely."""
         if not answered:
             process.kill()
             process.end()
@@ -312,7 +313,7 @@ class WorkerPool:
                 self._processes.discard(process)
                 self._count(killed=1)
 
-    def _count(self, **more: Any) -> None:  # Any: jaxtyping checks the dictionary against the annotation
+    def _count(self, **more: Any) -> None:  # Any, because jaxtyping compares the dictionary with the annotation
         self._load = self._load._replace(**{name: getattr(self._load, name) + count for name, count in more.items()})
 
     def _check_open(self) -> None:

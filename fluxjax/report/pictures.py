@@ -1,5 +1,5 @@
-"""The pictures of a run: its accuracy, the time of its last steps by stage, and the times at which each preprocessor
-measured and held each medium."""
+"""Draws a run's accuracy, the stages of its last steps, and the times in which preprocessors measured and held
+media."""
 
 import dataclasses
 import pathlib
@@ -17,8 +17,8 @@ from matplotlib.patches import Patch
 from ..base.statuses import MediumStage, Transition
 from ..base.timeline import Span, disjoint
 
-MOST_ROWS = 240  # media that are drawn; of more media, one in two, three, ... is drawn
-MOST_NAMED = 12  # preprocessors in the legend
+MOST_ROWS = 240  # most media that are drawn; of more media, one in two, three and so on is drawn
+MOST_NAMED = 12  # most preprocessors in the legend
 _PLACE_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf", "#7f7f7f")
 _SOURCE_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 _STAGE_COLOURS = {
@@ -45,7 +45,8 @@ def learning_curve(
 ) -> None:
     """Draws held-out accuracy (points) and smoothed training accuracy (lines) of each source against the RL step.
 
-    `records` are the lines of `metrics.jsonl`; `controls` is `{"blind": {source: accuracy}, "chance": {...}}`.
+    `records` are the lines of `metrics.jsonl`. `controls` is `{"blind": {source: accuracy}, "chance": {source:
+    accuracy}}`.
     """
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -84,13 +85,14 @@ def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
 
 
 def of_steps(spans: Sequence[Span]) -> list[Span]:
-    """Returns the spans of complete steps, without evaluations, which take far longer than steps."""
+    """Returns the spans of complete steps, without evaluations."""
     last = max((span.end for span in spans if span.name == "sync"), default=0.0)
     return [span for span in spans if span.name != "eval" and span.start < last]
 
 
 def timeline(spans: Sequence[Span], file: pathlib.Path) -> None:
-    """Draws the spans as a Gantt chart: a row for each lane, seconds since the first start, and a line at each step."""
+    """Draws the spans as a Gantt chart, with a row for each lane, seconds since the first start, and a line at each
+    step."""
     lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane.rstrip("0123456789"), len(lane), lane))
     figure = Figure(figsize=(10, max(3.2, 1.4 + 0.3 * len(lanes))), layout="constrained")
     axes = figure.add_subplot()
@@ -113,13 +115,13 @@ def timeline(spans: Sequence[Span], file: pathlib.Path) -> None:
     FigureCanvasAgg(figure).print_png(str(file))
 
 
-# --- media on preprocessors -----------------------------------------------------------------------
+# Media on preprocessors.
 
 
 @dataclasses.dataclass(frozen=True)
 class MediumBar:
-    """The time in which the preprocessor `place` measured a medium, or held the decoded medium (`held`). `row` counts
-    media in the order of their first requests; `start` and `end` are seconds on the clock of the history."""
+    """The time in which the preprocessor `place` measured a medium, or (`held`) held the decoded medium. `row` counts
+    media in the order of their first requests. `start` and `end` are seconds on the clock of the history."""
 
     row: int
     place: str
@@ -129,13 +131,13 @@ class MediumBar:
 
 
 def bars_of(history: Iterable[Transition], end: float) -> list[MediumBar]:
-    """Returns the bars of a history, at most up to `end`. A bar that began before the history is left out.
+    """Returns the bars of a history up to `end`. Bars that began before the history are left out.
 
-    After measuring a medium, a preprocessor counts as holding it until the preprocessor is lost. The history does not
-    record that a preprocessor dropped a medium for lack of room and decoded it again.
+    A preprocessor that has measured a medium counts as its holder until the preprocessor is lost. The history does not
+    record dropped media.
     """
     rows: dict[Hashable, int] = {}
-    looks: dict[Hashable, tuple[str, float]] = {}  # by key: the preprocessor, and the start
+    looks: dict[Hashable, tuple[str, float]] = {}  # by medium: the preprocessor, and the start
     holds: dict[Hashable, tuple[str, float]] = {}
     bars: list[MediumBar] = []
 

@@ -51,9 +51,9 @@ def softmax_sums(
     """The grid is tiles of tokens in a group, parts of the vocabulary, groups of tiles. A program computes a tile and a
     part.
 
-    Results are `[parts, T]`: the largest score; the sum of weights `2**(score - largest)`; the sum of `weight * (score
-    - largest)`, which loses no digits if scores are large; and the target's score, 0 if the target is in another part.
-    `scale` turns logits into scores.
+    Results are `[parts, T]`. `peaks` are the largest scores, and `totals` the sums of weights `2**(score - largest)`.
+    `slopes` are the sums of `weight * (score - largest)`, which lose no digits if scores are large. `hits` are the
+    targets' scores, or 0 if a target is in another part. `scale` turns logits into scores.
     """
     token = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * TOKENS
     if token >= T:
