@@ -1,1 +1,2 @@
-"""Several processes that train together, one a host: process 0 decides, the other processes carry out its orders."""
+"""Several processes that train together, one on each host. Process 0 decides, and the other processes carry out its
+orders."""

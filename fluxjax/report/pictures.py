@@ -167,7 +167,7 @@ def bars_of(history: Iterable[Transition], end: float) -> list[MediumBar]:
 
 
 def look_lanes(history: Iterable[Transition], spans: Sequence[Span], end: float, later: float) -> list[Span]:
-    """Returns a lane for each preprocessor: the times in which the preprocessor measured media, cut to the time of
+    """Returns, in a lane for each preprocessor, the times in which the preprocessor measured media, cut to the time of
     `spans`. The clock of `spans` is `later` seconds ahead of the clock of the history, which ends at `end`."""
     if not spans:
         return []
@@ -187,12 +187,12 @@ def look_lanes(history: Iterable[Transition], spans: Sequence[Span], end: float,
 
 
 def media_picture(history: Sequence[Transition], end: float, file: pathlib.Path) -> None:
-    """Draws a row for each medium, in the order of first requests: light while a preprocessor measures the medium, dark
-    while a preprocessor holds the medium. `history` comes from a `FlightStore`, and ends at `end` on its clock."""
+    """Draws a row for each medium, in the order of first requests. The row is light while a preprocessor measures the
+    medium, and dark while a preprocessor holds the medium. `history` is that of a `FlightStore`, and ends at `end`."""
     bars = bars_of(history, end)
     rows = 1 + max((bar.row for bar in bars), default=0)
     every = -(-rows // MOST_ROWS)
-    # Chance decides which of neighbouring media is drawn: every n-th medium may belong to the same preprocessor.
+    # A random medium of each `every` is drawn, because every n-th medium may belong to the same preprocessor.
     chance = random.Random(0)
     chosen = {first + chance.randrange(every) for first in range(0, rows, every)}
     places = sorted({name for _, name, _, _ in history if name}, key=lambda name: (len(name), name))

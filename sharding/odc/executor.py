@@ -181,8 +181,8 @@ class Odc:
     runs, each device also holds its part of the parameters in the compute dtype.
     """
 
-    last_seconds: dict[int, float]
-    idle: float
+    last_seconds: dict[int, float]  # by local device: seconds of its part of the last minibatch
+    idle: float  # mean seconds from the end of a local device's part to the end of the minibatch
 
     def __init__(
         self,
