@@ -106,7 +106,6 @@ class Channel:
 
 
 def _written(array: np.ndarray) -> int | None:
-    """Returns the descriptor of a nameless file that holds the array, or None if there is no space."""
     try:
         memory = _nameless()
     except OSError:
@@ -122,7 +121,6 @@ def _written(array: np.ndarray) -> int | None:
 
 
 def _nameless() -> int:
-    """Opens a file in memory, or in the temporary folder on systems without memory files."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("fluxjax-media")
     with tempfile.TemporaryFile() as file:
@@ -130,7 +128,6 @@ def _nameless() -> int:
 
 
 def _mapped(descriptor: int) -> np.ndarray:
-    """Maps the content of an open file, or reads it if there are too many mappings."""
     size = os.fstat(descriptor).st_size
     try:
         return np.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ), np.uint8)

@@ -152,9 +152,6 @@ class Reward:
     seconds: float = dataclasses.field(default=0.0, compare=False)  # not compared, because it is a measurement
 
 
-# The bytes of a response.
-
-
 class ResponseNumbers(NamedTuple):
     """The numbers of a response."""
 

@@ -68,8 +68,6 @@ class WorkerError(Exception):
 
 
 class _Process:
-    """A process that does one job at a time."""
-
     def __init__(self, begin: Mapping[str, Any]) -> None:
         """Starts the process, sends `begin`, and waits for the answer. Raises WorkerEnded or OSError."""
         here, there = socket.socketpair()
@@ -96,15 +94,12 @@ class _Process:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Kills the process, and its children that are still in its process group."""
         if self._process.poll() is None:  # the number of an ended process may belong to another process
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
 
     def end(self) -> str:
-        """Closes the channel, and kills the process if it does not end within CLOSING_SECONDS. Returns the signal or
-        the exit code."""
         self.channel.close()
         try:
             code = self._process.wait(CLOSING_SECONDS)
@@ -227,7 +222,6 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def _turn(self, urgent: bool) -> Iterator[None]:
-        """Waits until this call may have a process. The call counts as busy within the `with` statement."""
         with self._changed:
             self._count(waiting=1)
             self._urgent += urgent
@@ -248,7 +242,6 @@ class WorkerPool:
                 self._changed.notify_all()
 
     def _take(self) -> _Process:
-        """Returns an idle or a new process. Raises WorkerAbsent, and RuntimeError once the pool is closed."""
         while (process := self._idle_one()) is not None:
             if process.lives:
                 return process
@@ -300,7 +293,6 @@ class WorkerPool:
         return process
 
     def _give_back(self, process: _Process, answered: bool, seconds: float = 0.0) -> None:
-        """Makes the process available to the next call, or ends it if it has not answered completely."""
         if not answered:
             process.kill()
             process.end()

@@ -143,7 +143,6 @@ class Composer:
         skip_idle: bool,
         version: int | None,
     ) -> tuple[Sequence[TrainGroup], int]:
-        """Returns the groups to train, and the version of the weights that are trained."""
         config = self._config
         ordered = sorted(groups, key=attrgetter("prompt.draw"))
         for group, following in pairwise(ordered):

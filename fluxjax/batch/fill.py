@@ -132,7 +132,6 @@ def _packed(outline: Outline, share: Share, room: Room, tempered: bool) -> tuple
 def _spread(
     part: Part, outline: Outline, devices: range, share: Share, room: Room, tempered: bool
 ) -> tuple[Spans, TrainBatch, SizedLayout]:
-    """Lays out the rows of `devices` in a microbatch with a plan."""
     layout, media, vision = part.layout.sized(outline.sizes), part.media, None
     spans = Spans(sum(part.plan.lengths))
     spans.place(part.pieces, 0, share.groups, media.first_feature if media else {}, room.share_prompts)
@@ -202,8 +201,8 @@ def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout, devices: range)
 
 
 def _on(layout: SizedLayout, devices: range, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns the index of each of `cells` within the rows of `devices`, whether each cell is in these rows, and the
-    number of cells of these rows."""
+    """Returns each cell's index within the rows of `devices`, whether the cell is in these rows, and their number of
+    cells."""
     at, size = cells - devices.start * layout.columns, len(devices) * layout.columns
     return at, (at >= 0) & (at < size), size
 

@@ -65,7 +65,6 @@ class OwnPace:
         return outlines_of([*parts, *(self._alone(groups, len(together)) if rest else ())], self._shapes), groups
 
     def _alone(self, groups: Sequence[TrainGroup], first: int) -> list[Part]:
-        """Returns the microbatches of single devices, for the groups from index `first` on."""
         pieces, work, devices = self._deal([group.item for group in groups[first:]])
         pieces = [piece._replace(item=first + piece.item) for piece in pieces]
         patches, frame = self._room.patches, common_bound(group.inputs for group in groups[first:])
@@ -98,8 +97,6 @@ class OwnPace:
                 best, least = (pieces, work, devices), longest
         assert best is not None
         return best
-
-    # Microbatches of all devices together.
 
     def _together(self, groups: Sequence[TrainGroup]) -> tuple[list[Part], list[TrainGroup], list[TrainGroup]]:
         """Returns the microbatches that all devices compute together, and the groups that `Piece.item` counts in these
@@ -195,7 +192,6 @@ class OwnPace:
         return ShardPlan(plan.num_devices, lengths, (0.0,) * len(lengths), degrees, all_firsts, packed), taken
 
     def _estimated(self, plan: ShardPlan, pieces: Sequence[Piece]) -> tuple[ShardPlan, float]:
-        """Returns the plan with each sequence's work without media, and the busiest device's work with media."""
         work = work_of(self._work_of, [piece._replace(patches=0) for piece in pieces])
         media = float((work_of(self._work_of, pieces) - work).sum()) / plan.num_devices
         plan = dataclasses.replace(plan, work=tuple(work.tolist()))
@@ -231,7 +227,6 @@ def _followed(item: Item, beyond: set[int], room: int, all_room: int) -> set[int
     responses = set(range(len(item.responses)))
 
     def copies(together: set[int]) -> int:
-        """Returns the number of copies of the prompt if only `together` is computed on several devices."""
         kinds = (together, all_room), (responses - together, room)
         return sum(len(pieces_of([_of(some)], longest, True)) for some, longest in kinds if some)
 

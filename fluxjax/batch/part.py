@@ -60,7 +60,6 @@ class Room:
             caps["exports"] = round_up(EXPORTS * (len(rounds) - 1))
         if self.vision is not None:
             features = self.whole_patches // self.vision.merge_unit
-            # A device may pass on all features that it receives.
             sends = {f"send/{axis}": features << k for k, axis in enumerate(binary_axes(num_devices))}
             caps |= {"patches": self.whole_patches, "frame": 1 << (self.whole_patches - 1).bit_length()} | sends
         return caps
@@ -252,7 +251,6 @@ class SpreadMedia:
 
 
 def _runs(units: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Joins units that follow each other in one item."""
     runs: list[tuple[int, int, int]] = []
     for item, start, stop in units:
         if runs and runs[-1][0] == item and runs[-1][2] == start:

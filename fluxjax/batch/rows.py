@@ -61,7 +61,6 @@ class RowPacking:
     def __init__(
         self, config: Config, num_shards: int, vision: VisionConfig | None, shapes: ShapeBook, runs: bool = False
     ) -> None:
-        """With `runs`, each batch has the table of its rows' runs (`PackedRuns`)."""
         self._budget = Budget.of(config, num_shards, vision)
         self._share, self._vision, self._shapes = config.packing.share_prompts, vision, shapes
         self._most_chunks = most_chunks(config) if runs else 0
@@ -80,7 +79,6 @@ class RowPacking:
         return [self._sized(micro, frame, exact) for micro in plan], groups
 
     def _fitted(self, pieces: Sequence[Piece]) -> list[Outline] | None:
-        """Returns the microbatches in rows of fitted lengths, or None if no packing into fitted rows is found."""
         budget, shapes, shards = self._budget, self._shapes, self._budget.num_shards
         best: tuple[int, Fit] | None = None  # (cells of one shard, fit)
         tokens = np.array([piece.tokens for piece in pieces])
@@ -119,7 +117,6 @@ class RowPacking:
         return Outline(micro.shards, self._whole(sizes), self._whole(coming) if coming is not None else None)
 
     def _whole(self, sizes: Sizes) -> Sizes:
-        """Returns the sizes with the patches rounded up to complete merged features."""
         if self._vision is None:
             return sizes
         unit = self._vision.merge_unit
@@ -127,7 +124,6 @@ class RowPacking:
 
 
 def _rows_cost(sizes: Mapping[str, int]) -> float:
-    """Returns the cost of buffers of these sizes, in tokens."""
     return sizes["rows"] * sizes["columns"] + sum(
         size_weight(name) * sizes.get(name, 0) for name in ("patches", "frame")
     )
@@ -180,12 +176,10 @@ def _least_cells(items: Sequence[Item], budget: Budget, share_prompts: bool) -> 
 
 
 def _cost(plan: Sequence[Outline]) -> int:
-    """Returns the number of token cells and patches of one shard, padding included."""
     return cells_of(plan) + sum(micro.sizes["patches"] for micro in plan)
 
 
 def _first_fit(pieces: Sequence[Piece], budget: Budget) -> list[Row]:
-    """Puts each piece into the first row that has room for its tokens and patches, and returns the rows."""
     rows: list[list[Piece]] = []
     free, patches = np.zeros(len(pieces), np.int64), np.zeros(len(pieces), np.int64)  # free tokens and patches of rows
     members: list[set[int]] = []
@@ -264,7 +258,6 @@ def _spread(rows: Sequence[Row], budget: Budget, most: int = 0, tokens: int = 0)
 def _dealt(
     rows: Sequence[Row], num_shards: int, most_rows: int, most_patches: int
 ) -> tuple[tuple[tuple[Row, ...], ...], int, list[Row]]:
-    """Returns the rows of each shard of a microbatch, the most patches of a shard, and the rows that fit no shard."""
     shards: list[list[Row]] = [[] for _ in range(num_shards)]
     held, counts = np.zeros(num_shards, np.int64), np.zeros(num_shards, np.int64)  # patches and rows of each shard
     holders: dict[int, np.ndarray] = {}  # by item: the shards that hold its media

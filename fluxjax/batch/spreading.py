@@ -113,7 +113,6 @@ class Spreading:
         return fallback or free if self._compiled(free) is None else free
 
     def _held(self, part: Part) -> bool:
-        """Says whether some compiled program is large enough for the part, with any amount of padding."""
         return bool(self._shapes.holding(part.needs, part.caps, self._num_devices))
 
     def _compiled(self, part: Part) -> Sizes | None:
@@ -164,7 +163,6 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
 
 
 def _explained(error: PlanError) -> str:
-    """Returns the error's message, with the names of settings instead of the names of limits."""
     words = str(error).replace("limits.tokens_per_device", "packing.tokens_per_row * packing.rows_per_device")
     return words.replace("limits.max_degree", "sharding.strategy.max_degree").replace("limits.num_heads", "the model's")
 

@@ -97,7 +97,6 @@ def model_sizes(config: Config, text: TextConfig, vision: VisionConfig | None = 
 
 
 def _other_flops(text: TextConfig) -> float:
-    """Returns the FLOPs of a token in the layers of Gated DeltaNet and in the gates of attention layers."""
     if (heads := text.delta) is None:
         return 0.0
     gates = len(text.attention_layers) * text.hidden_size * text.num_heads * text.head_dim
@@ -107,7 +106,6 @@ def _other_flops(text: TextConfig) -> float:
 
 
 def _state_flops(text: TextConfig) -> float:
-    """Returns the FLOPs of a token that concern the states of all layers with Gated DeltaNet."""
     if (heads := text.delta) is None:
         return 0.0
     # A token reads its state twice and writes it once, and meets half of the other tokens of its chunk.

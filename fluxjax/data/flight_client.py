@@ -116,7 +116,6 @@ class FlightPlace:
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """Turns Flight's errors into errors of this module."""
         try:
             yield
         except (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError):

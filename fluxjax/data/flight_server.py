@@ -58,8 +58,6 @@ MakeStore: TypeAlias = Callable[[MediaSettings], SliceStore]
 
 
 class _Served(NamedTuple):
-    """The settings of the first client, and their store."""
-
     settings: MediaSettings
     store: SliceStore
 
@@ -157,7 +155,6 @@ class FlightServer(flight.FlightServerBase):
         return {"ticket": str(outcome)}
 
     def _slices(self, store: SliceStore, ranges: Sequence[Rows]) -> Iterator[pa.RecordBatch]:
-        """Yields a batch for each range, in order. Batches share the store's memory."""
         try:
             futures = [self._submitted(store.fetch_bytes, [rows]) for rows in ranges]
             try:

@@ -91,7 +91,6 @@ def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = Non
 
 
 def _how_to_download(path: str) -> str:
-    """Returns a hint if `path` looks like a Hub id (ORGANISATION/NAME), else an empty text."""
     parts = pathlib.PurePath(path).parts
     if is_url(path) or len(parts) != 2 or "/" in parts or suffix(path) in (".jsonl", ".ndjson", ".parquet"):
         return ""
@@ -194,7 +193,6 @@ class PromptLoader:
 
 
 def _mix(weights: Mapping[str, float], begins: Mapping[str, int]) -> grain.MapDataset[Place]:
-    """Mixes several sources. Each source begins at its position in `begins`."""
     endless, names = grain.MapDataset.range(_ENDLESS), sorted(weights)
     places = [endless[begins[name] :].map(lambda index, name=name: (name, index)) for name in names]
     return places[0] if len(names) == 1 else grain.MapDataset.mix(places, [weights[name] for name in names])

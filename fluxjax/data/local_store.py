@@ -59,7 +59,6 @@ class LocalStore:
     def __init__(
         self, settings: MediaSettings, config: DataConfig, *, workers: int, slice_bytes: int = SLICE_BYTES
     ) -> None:
-        """Decodes in `workers` processes, or in the calling threads if `workers` is 0."""
         self.settings = settings
         self.digest = settings.digest
         self.slice_bytes, self._workers = slice_bytes, workers
@@ -198,7 +197,6 @@ class LocalStore:
                 setattr(self._stats, name, getattr(self._stats, name) + count)
 
     def _ticket(self, rows: Rows) -> Ticket:
-        """Reads the ticket of these rows. Raises MediaError if this store can't serve it."""
         try:
             ticket = parsed(rows.ticket)
         except ValueError as error:
@@ -221,7 +219,6 @@ class LocalStore:
         ]
 
     def _slices(self, ticket: Ticket, first: int, last: int) -> list[np.ndarray]:
-        """Returns the slices `first .. last - 1`, from the cache or decoded again."""
         content = self._contents.get(_version(ticket.ref)) or self._read(ticket.ref)[0]
         keys = {n: (content, self.digest, ticket.medium, n) for n in range(first, last)}
         found = {number: self._kept.get(key) for number, key in keys.items()}
@@ -272,7 +269,6 @@ def _hashed(ref: MediaRef, source: Source) -> bytes:
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[range]:
-    """Yields the runs of neighbouring numbers that rise by one."""
     for _, group in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
         yield range(run[0], run[-1] + 1)

@@ -81,7 +81,6 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 
 def _asked(method: str, url: str) -> Any:
-    """Calls `method` of a URL's file system. Raises OSError."""
     system, place = filesystem(url)
     with reaching(url):
         return getattr(system, method)(place)

@@ -104,7 +104,7 @@ class Materializer:
         return data
 
     def _begin(self) -> None:
-        """Begins to fetch batches until `ahead` of them are unread. The caller holds the lock."""
+        """Fetches batches until `ahead` batches are unread. The caller holds the lock."""
         while self._coming and self._unread < self._ahead:
             tasks = self._coming.popleft()
             for task in tasks:
@@ -113,7 +113,7 @@ class Materializer:
             self._unread += 1
 
     def _seen(self, task: _Task) -> None:
-        """Notes that a task's batch was read or forgotten. The caller holds the lock."""
+        """The caller holds the lock."""
         if task.batch is not None:
             self._unread = max(self._unread - 1, 0)
             for sibling in task.batch:

@@ -24,8 +24,6 @@ QUESTION_BYTES = 8 << 20  # a question gets no further rows after this many byte
 
 @dataclasses.dataclass(eq=False)
 class _KeptPatches:
-    """Patches of one ticket in the cache, or being fetched into it."""
-
     rows: Rows
     size: int  # bytes
     promised: bool  # True: the patches are expected, and were not requested yet
@@ -133,7 +131,7 @@ class NearPixels:
             self._promised += kept.size if promised else -kept.size
 
     def _make_room(self, size: int) -> bool:
-        """Drops the least recently used patches until `size` bytes fit. Returns False if `size` bytes can't fit."""
+        """Drops the least recently used patches until `size` bytes fit. Returns False if they can't fit."""
         if self._closed or self._promised + size > self._limit:
             return False
         for kept in [kept for kept in self._kept.values() if not kept.promised]:
@@ -143,8 +141,7 @@ class NearPixels:
         return True
 
     def _fits(self) -> bool:
-        """Says whether the next expected rows may leave the queue. Rows may leave it if they fit, or are too large to
-        ever fit."""
+        """Says whether the next expected rows may leave the queue, because they fit or never will."""
         size = self._size(next(iter(self._expected.values())))
         return self._promised + size <= self._limit // 2 or size > self._limit // 2
 

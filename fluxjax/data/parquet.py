@@ -138,7 +138,6 @@ class ParquetSource:
             return table
 
     def _check(self, shard: int) -> None:
-        """Raises `DataError` unless the shard has all columns, with usable types."""
         schema, where = self._files[shard].schema_arrow, self.paths[shard]
         for column in self._columns:
             if column not in schema.names:

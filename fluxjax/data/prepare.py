@@ -212,7 +212,7 @@ class ReadAhead(Generic[Item]):
             return list(self._queue)
 
     def _make_to(self, number: int) -> None:
-        """Lets the threads make all items before `number`. The caller holds the lock."""
+        """The caller holds the lock."""
         if number > self._most:
             self._most = number
             self._changed.notify_all()
@@ -366,7 +366,7 @@ class Preparer:
                 self._reading = None
 
     def _taken_at_once(self, count: int) -> list[Result] | None:
-        """Returns the next items if all are ready, else None. Spares a ready draw the detour through a thread."""
+        """Returns the next items if all are ready, else None. Spares the detour through a thread."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -402,7 +402,6 @@ class Preparer:
             self._proxy.pass_by(self._handed.popleft().inputs)
 
     def _sort(self, items: Sequence[Result]) -> Sorted:
-        """Splits prepared prompts from skipped prompts. Logs the first skips of each source and reason."""
         skipped = [item for item in items if isinstance(item, SkippedPrompt)]
         for item in skipped:
             id, source, reason = item.prompt.id, item.prompt.source, item.reason

@@ -35,8 +35,6 @@ KNOWN = 1 << 17  # media in the index; the least recently used media are dropped
 
 @dataclasses.dataclass(frozen=True)
 class _KnownMedium:
-    """The entry of the index for a medium in one version of its file."""
-
     stamp: str
     facts: Facts | None = None
     settings: str = ""  # the digest of the media settings by which `verdict` was decoded

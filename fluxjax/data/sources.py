@@ -118,7 +118,6 @@ def tell_unused(fields: Mapping[str, Sequence[object]], source: str, any_used: b
 
 
 def _is_media(value: object) -> bool:
-    """Says whether a value looks like media: bytes, a path, a data URI, or a list or dictionary of these."""
     if isinstance(value, list | dict):
         return any(map(_is_media, value.values() if isinstance(value, dict) else value))
     return isinstance(value, bytes) or (isinstance(value, str) and bool(_MEDIA_NAME.fullmatch(value)))
@@ -191,7 +190,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Prompt:
-        """Returns the prompt of a row. Raises `RecordError` if the record cannot be used."""
+        """Raises `RecordError` if the record cannot be used."""
         ...
 
     def texts(self) -> Iterator[str]:

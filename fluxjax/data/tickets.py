@@ -141,7 +141,6 @@ class Ticket:
         return pairs * rows * columns
 
     def __str__(self) -> str:
-        """Returns the ticket as JSON text, which `parse` reads."""
         ref, medium = self.ref, self.medium
         seen = [*medium.grid, medium.seconds_per_grid, medium.seekable, *medium.times]
         fields = [ref.kind, ref.path, ref.stamp, ref.cell, self.settings, *seen]

@@ -248,7 +248,6 @@ def _columns(
 
 
 def _told_outline(outline: Outline) -> tuple[Any, ...]:
-    """Returns the arguments of `_outline`. Without shards, there is no plan."""
     plan = outline.plan if outline.shards else None
     planned = None if plan is None else (plan.num_devices, plan.lengths, plan.degrees, plan.firsts)
     pieces = [[[piece[:2] for piece in row] for row in shard] for shard in outline.shards]

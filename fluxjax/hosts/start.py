@@ -104,7 +104,6 @@ def _open_mpi(environment: Mapping[str, str]) -> Place | None:
 
 
 def _port(number: int) -> int:
-    """Returns a port for the job of this number. Two jobs of a host rarely get the same port."""
     return FIRST_PORT + number % PORTS
 
 

@@ -201,7 +201,6 @@ class Gradients:
         return self.lowered(params, batch, [name])[name].compile()
 
     def _program(self, name: str, jitted: Callable[..., Any], tree: Any) -> Callable[..., Any]:
-        """Returns the program of `compile_ahead` for these arrays, or `jitted` if there is none."""
         compiled = self._ahead.get((name, *_shapes(tree))) if self._ahead else None
         return jitted if compiled is None else compiled.result()
 
@@ -252,12 +251,10 @@ class Gradients:
         return self.strategy.place(self._read(batch))
 
     def _expect(self, microbatches: Sequence[Microbatch]) -> None:
-        """Lets the materializer fetch the pixels of these microbatches ahead."""
         if self._materializer is not None:
             self._materializer.expect(microbatch.batch for microbatch in microbatches)
 
     def _read(self, batch: Any) -> Any:
-        """Returns the batch with its pixels."""
         return batch if self._materializer is None else self._materializer.read(batch)
 
     def _forward(self, model: Any, inputs: PackedTokens, walk: Walk) -> Scores:
@@ -325,7 +322,6 @@ class Gradients:
             return with_adapters(weights, adapters, strategy.specs)
 
         def pulled(weights: Params, adapters: Params, grads: Params) -> Params:
-            """Returns the gradients of adapters, from gradients of the merged weights."""
             changed, pull = jax.vjp(functools.partial(merged, weights), adapters)
             return pull(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, changed))[0]
 
@@ -334,14 +330,11 @@ class Gradients:
 
 
 def _described(array: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an array, with its sharding if it is on devices."""
     sharding = array.sharding if isinstance(array, jax.Array) else None
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
 def _of_all(processes: int, batch: TrainBatch) -> TrainBatch:
-    """Returns the shapes of all processes' batch, from the shapes of one process's batch."""
-
     def shape(array: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
         sizes = [size * processes if axis == rows else size for axis, size in enumerate(array.shape)]
         return jax.ShapeDtypeStruct(tuple(sizes), array.dtype)

@@ -283,7 +283,6 @@ class Learner:
 
 
 def _metrics(tally: Tally, report: np.ndarray) -> dict[str, float]:
-    """Returns the entries of `apply`'s report by name. Sums over tokens become means."""
     names = [*sorted(tally.sums), *sorted(tally.maxima)]  # the order of leaves in pytrees of dicts
     lr, grad_norm, skipped, *values = report.tolist()
     tallied = dict(zip(names, values, strict=True))
@@ -421,9 +420,6 @@ def _adam(optim: OptimConfig) -> optax.GradientTransformationExtraArgs:
         return updates, optax.ScaleByAdamState(count, mu, nu)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-# Adapters beside frozen weights.
 
 
 def lora_of(config: Config) -> models.Lora | None:

@@ -152,16 +152,11 @@ def _means(values: np.ndarray, composition: Composition, team: Team) -> np.ndarr
 
 
 def _mean(values: np.ndarray, team: Team) -> np.float64:
-    """Returns the mean of the values of all processes."""
-
     def mean(parts: Sequence[tuple[float, int]]) -> Sequence[float]:
         total, count = (sum(numbers) for numbers in zip(*parts, strict=True))
         return [total / count] * len(parts)
 
     return np.float64(team.decided((float(values.sum()), len(values)), mean))
-
-
-# Numbers of responses whose tokens lie in several processes.
 
 
 def by_response(
@@ -233,7 +228,6 @@ def _of_whole_responses(parts: Sequence[Arrays], decide: OfTokens) -> list[dict[
 
 
 def _cut(arrays: Arrays, sizes: Sequence[int]) -> list[dict[str, np.ndarray]]:
-    """Cuts each array into consecutive parts of these sizes."""
     ends = np.cumsum(sizes)
     return [
         {name: array[end - size : end] for name, array in arrays.items()} for size, end in zip(sizes, ends, strict=True)

@@ -58,8 +58,6 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class _Place:
-    """The devices of a computation of gradients, with the weights on these devices."""
-
     gradients: Gradients
     composer: Composer
     params: Params
@@ -180,17 +178,13 @@ class PolicyTrainer:
         else:
             self._keep(rest, compositions, place)
 
-    # The methods below run in every process.
-
     def _keep(self, latest: Portion, compositions: Sequence[Composition], place: _Place) -> None:
-        """Computes the gradients of a portion of at most one composition, and keeps them for the step."""
         self._compute(latest, compositions, place)
         here = self._early.pop(place.gradients, Portion())
         self._early[place.gradients] = joined(place.gradients, [here, latest])  # the newest portion is the last entry
         jax.block_until_ready(self._early[place.gradients].outcome)
 
     def _joined_early(self, place: _Place) -> Portion:
-        """Joins all early portions of the step under way, and forgets them."""
         early, self._early = list(self._early.values()), {}
         return joined(place.gradients, early)
 
@@ -251,7 +245,6 @@ class PolicyTrainer:
         return of_policy
 
     def _compute(self, portion: Portion, compositions: Sequence[Composition], place: _Place) -> None:
-        """Computes the gradients of a portion that has a composition."""
         for composition in self._scored([portion] * len(compositions), compositions, place):
             portion.compositions = [composition]
             portion.outcome = place.gradients.accumulate(place.params, composition.everywhere)
@@ -259,7 +252,6 @@ class PolicyTrainer:
     def _composed(
         self, parts: Sequence[Portion], place: _Place, size: int = 0, update: bool = True
     ) -> list[Composition]:
-        """Returns the microbatches of each part for the devices of `place`. The other processes get their shares."""
         chosen = only_taught if self._algorithm.coupled else list
         some = [(chosen(part.groups), part.prepared) for part in parts]
         told: Any = {"size": size, "update": update, "skip_idle": self._skip_idle, "version": place.version}
@@ -307,8 +299,7 @@ class PolicyTrainer:
     def _judge(
         self, portions: Sequence[Portion], compositions: Sequence[Composition], kl: Sequence[np.ndarray]
     ) -> list[Composition]:
-        """Returns the minibatches with the critic's advantages. Gives each sample of the portions the mean advantage of
-        its tokens."""
+        """Gives each sample of the portions the mean advantage of its tokens."""
         assert self._critic is not None
         samples = [sample for part in portions for group in part.groups for sample in group.samples]
         outcomes = {(sample.response.draw, sample.response.sample): sample.advantage for sample in samples}
@@ -340,13 +331,11 @@ class PolicyTrainer:
         return portion
 
     def _renew_reference(self) -> None:
-        """Makes the current policy the reference if the configuration says so for its version."""
         if self._config.algorithm.reference_every and self._models.renew_reference():
             for place in self._lent.values():
                 place.reference = place.gradients.on_mesh(self._learner.params)
 
     def _place(self, engines: Sequence[int] = ()) -> _Place:
-        """Returns the devices of these engines (without engines: the learner's devices), with the newest weights."""
         learner = self._learner
         devices = tuple(dict.fromkeys(device for number in engines for device in self._engines[number].devices))
         if not devices or set(devices) == set(learner.mesh.devices.flat):

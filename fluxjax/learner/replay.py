@@ -85,7 +85,6 @@ class ReplayBuffer:
         return metrics
 
     def _let_go(self, version: int) -> None:
-        """Removes the groups that can't be replayed at this version or later."""
         self._kept = {
             draw: kept
             for draw, kept in self._kept.items()

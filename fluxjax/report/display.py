@@ -182,9 +182,6 @@ class Display:
         return "".join(_SPARKS[int((value - low) * scale)] for value in self._rewards)
 
 
-# Words about pixels and rewards.
-
-
 def data_words(metrics: Mapping[str, float]) -> str:
     """Says how long a step waited for pixels, how fast media were decoded, and how much was fetched. Empty without
     pixels."""
@@ -209,9 +206,6 @@ def reward_words(metrics: Mapping[str, float]) -> str:
     if failed := metrics.get("rewards/failed", 0.0):
         words.append(f"{failed:.0f} failed")
     return ", ".join(words)
-
-
-# Tables of processes, servers and preprocessors.
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[Table]:

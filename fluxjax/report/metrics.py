@@ -146,8 +146,6 @@ class TrainingResult:
         return self.run_dir / "model"
 
 
-# The statuses and the log of processes.
-
 _FIGURES = ("devices", "memory_bytes", "device_memory_bytes")
 _FIGURES += ("prepare_seconds", "train_seconds", "wait_seconds", "own_seconds")
 
@@ -207,9 +205,6 @@ def process_log(run_dir: pathlib.Path, process: int, processes: int) -> Iterator
         for logger_or_handler, level in levels.items():
             logger_or_handler.setLevel(level)
         handler.close()
-
-
-# Metrics.
 
 
 class Board(Protocol):

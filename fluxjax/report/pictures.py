@@ -115,9 +115,6 @@ def timeline(spans: Sequence[Span], file: pathlib.Path) -> None:
     FigureCanvasAgg(figure).print_png(str(file))
 
 
-# Media on preprocessors.
-
-
 @dataclasses.dataclass(frozen=True)
 class MediumBar:
     """The time in which the preprocessor `place` measured a medium, or (`held`) held the decoded medium. `row` counts
@@ -205,7 +202,6 @@ def media_picture(history: Sequence[Transition], end: float, file: pathlib.Path)
         tones = [colours[bar.place] if held else _light(colours[bar.place]) for bar in drawn]
         starts, widths = [bar.start - origin for bar in drawn], [bar.end - bar.start for bar in drawn]
         tops = [bar.row // every * every for bar in drawn]
-        # Edges keep bars visible that are narrower than a pixel.
         axes.barh(tops, widths, every, starts, align="edge", color=tones, edgecolor=tones, linewidth=0.4)
     lost = [(place, time - origin) for _, place, stage, time in history if stage is MediumStage.LOST]
     for place, time in lost:

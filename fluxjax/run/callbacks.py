@@ -141,7 +141,7 @@ class Reporter(Observer):
         run.tell(Callback.on_step, step, report.groups, metrics)
 
     def _server_metrics(self) -> dict[str, float]:
-        """Returns the metrics of the rollout servers, empty without servers. Tokens of evaluations count."""
+        """Tokens of evaluations count."""
         servers = self._run.pool.servers()
         if not servers:
             return {}

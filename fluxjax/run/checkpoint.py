@@ -109,7 +109,6 @@ class Checkpoints:
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def _look(self, step: int) -> str:
-        """Returns the damage of a checkpoint, or "". The first call logs the damage."""
         if step not in self._damage:
             self._damage[step] = reason = damage(self.folder / str(step))
             if reason:
@@ -183,7 +182,6 @@ class Checkpoints:
         return step, restored["arrays"], restored["state"]
 
     def _check_fits(self, step: int, abstract: PyTree) -> None:
-        """Raises ValueError for the first array that is not in both the checkpoint and `abstract` with equal shapes."""
         metadata = self._manager.item_metadata(step)["arrays"]
         if metadata is None:
             raise ValueError("its arrays cannot be found")

@@ -301,7 +301,6 @@ class FluxTrainer:
         return result
 
     def _open(self) -> None:
-        """Resumes the run if it has a checkpoint, and opens its logs."""
         state, checkpoints = self.state, self.parts.checkpoints
         resumed = state.resume()  # raises its errors before anything is written
         changes = [] if resumed is None else run_folder.changes(self._asked, self.run_dir)

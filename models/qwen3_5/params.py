@@ -71,7 +71,6 @@ def read_config(config: JsonObject) -> DecoderConfig:
 
 
 def _completed(config: JsonObject, text: TextConfig) -> JsonObject:
-    """Returns the text settings with the fields that SGLang needs."""
     return {**config, "full_attention_interval": text.attention_interval, SHARE: text.rotated}
 
 

@@ -104,11 +104,8 @@ def attention(
 
 
 def _attend(q: Array, k: Array, v: Array, allowed: Array) -> Array:
-    """Computes attention of a chunk of queries under a dense mask.
-
-    Heads are moved to the front first, and the division by the softmax's sum comes last. On CPUs this takes at most
-    half the time of a plain einsum of two batched axes.
-    """
+    """Heads are moved to the front first, and the division by the softmax's sum comes last. On CPUs this takes at most
+    half the time of a plain einsum of two batched axes."""
     B, T, N, H = q.shape
     S, K = k.shape[1], k.shape[2]
     R = N // K  # query heads that read each KV head

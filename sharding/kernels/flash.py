@@ -123,7 +123,6 @@ flash_attention.defvjp(forward, backward)
 def _call(
     kernel: str, qkv: tuple[Array, Array, Array], more: tuple[Array, ...], visits: Visits, outs: Any
 ) -> list[Array]:
-    """Runs a kernel over all tiles of queries (`key_gradients`: tiles of keys), in all heads and rows."""
     (B, _, N, H), K = qkv[0].shape, qkv[1].shape[2]
     place = KERNELS.index(kernel)
     (tiles, counts), tiling = visits.lists[place], visits.tilings[place]

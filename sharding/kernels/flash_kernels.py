@@ -29,7 +29,6 @@ def _start(row, T, index, head, HEADS: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def _offsets(TOKENS: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr):
-    """The offsets of a tile's numbers from the tile's first number."""
     return tl.arange(0, TOKENS)[:, None] * (HEADS * H) + tl.arange(0, WIDTH)[None, :]
 
 
@@ -51,7 +50,6 @@ def _store(pointers, value, index, T, H: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _reached(query, key, q_segment, k_segment, q_branch, k_branch, CAUSAL: tl.constexpr):
-    """The rule of `sharding.kernels.attention.Mask`. Arguments broadcast as queries x keys or keys x queries."""
     allowed = (q_segment == k_segment) & (k_segment != 0) & ((k_branch == 0) | (k_branch == q_branch))
     if CAUSAL:
         allowed = allowed & (query >= key)
@@ -87,7 +85,6 @@ def _attend(
     K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Continues the running softmax over the listed tiles of keys `[first, last)`."""
     for visit in range(first, last):
         key, place, _, scores = _scores(
             q, k, segments, branches, tl.load(visits + visit), query, q_segment, q_branch,

@@ -101,7 +101,6 @@ class _Row:
             self.end = m - 1 if m else m + 2
 
     def table(self, chunks: int) -> tuple[np.ndarray, ...]:
-        """Returns the row's arrays in the order of the fields of `PackedRuns`."""
         columns = np.full(chunks * self.size, -1)
         columns[self.cells] = self.order
         cells = np.full(self.tokens, -1)

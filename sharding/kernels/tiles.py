@@ -173,7 +173,6 @@ def _scores(q: Array, k: Array, tiles: Tiles, query: Array, key: Array) -> Array
 
 
 def _visits(tiles: Tiles, q_SNH: Array) -> Any:
-    """Returns the `flash.Visits` of the stream, which is one row."""
     segments, branches = (x.reshape(1, -1)[:, : len(q_SNH)] for x in (tiles.segments, tiles.branches))
     return tiles.visits or flash.visits_of(segments, branches, True, q_SNH)
 
@@ -194,6 +193,5 @@ def _cut(x: Array, K: int, tile: int) -> Array:
 
 
 def _join(x: Array, N: int, tile: int) -> Array:
-    """The inverse of `_cut`, padding included."""
     tiles, K, _, H = x.shape
     return x.reshape(tiles, K, N // K, tile, H).transpose(0, 3, 1, 2, 4).reshape(tiles * tile, N, H)

@@ -141,8 +141,6 @@ class Worker:
     def _forward(
         self, window: Window, number: int, microbatch: StagedMicrobatch, program: Callable[[Step], Callable], push: Push
     ) -> tuple[PyTree, dict[int, tuple[PyTree, list[tuple[tuple[int, ...], np.dtype]]]]]:
-        """Goes forward through a microbatch. Returns the results and, for each step, the saved values and the shapes of
-        the outputs."""
         batch, saved = self.task.batches[self.task.indices[number]], {}
         leaves = jax.device_put(jax.tree.leaves(self._read(batch)), self.device)
         values: dict[int, jax.Array] = dict(zip(microbatch.inputs, leaves, strict=True))
@@ -163,7 +161,6 @@ class Worker:
         return jax.tree.unflatten(microbatch.tree, results), saved
 
     def _push(self, push: Push, done: int) -> None:
-        """Pushes the gradients of the first `done` steps, if there is a `push`."""
         while push is not None and self._computing and self._computing[0][0] < done:
             push(*self._computing.popleft()[1:])
 
@@ -354,8 +351,6 @@ def _flat(values: list[jax.Array]) -> jax.Array:
 
 
 def _combined(table: jax.Array, maxima: int) -> list[jax.Array]:
-    """Combines `[devices, values]` over all devices. The last `maxima` values are combined by the maximum, all other
-    values by the sum."""
     sums, largest = jnp.sum(table, axis=0), jnp.max(table, axis=0)
     count = table.shape[1]
     return [sums[i] if i < count - maxima else largest[i] for i in range(count)]

@@ -126,8 +126,6 @@ class ParameterRows:
             pieces.append(RowPiece(i, shape, cut.dim if cut else 0, shards, self.mesh.size // shards))
         return Unit(tuple(pieces), layers)
 
-    # The methods below run on one device.
-
     def _local_rows(self, params: Params) -> list[list[jax.Array]]:
         leaves = jax.tree.leaves(params)
         rows = []

@@ -215,7 +215,6 @@ class Program:
             seen.update(step.last)
 
     def _segment(self, begin: int, end: int) -> None:
-        """Adds one step for the equations `[begin, end)`, if later equations or results need them."""
         eqns = self._trace.equations[begin:end]
         if not eqns:
             return
@@ -248,7 +247,6 @@ class Program:
         self.steps.append(Step(stage, 0, reads, [self._new(var) for var in results]))
 
     def _stack(self, stack: MarkedStack, eqn: JaxprEqn) -> None:
-        """Adds one step for each layer. All layers of one kind share a stage."""
         given, rest = eqn.invars[: stack.carried], iter(eqn.invars[stack.carried :])
         carries = [var for var in _variables(given) if var in self._slot]
         if len(carries) < stack.carried:

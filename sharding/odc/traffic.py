@@ -256,7 +256,6 @@ class Traffic:
         return self._shards[unit][layer][self._devices[owner]]
 
     def _pull(self, source: int, name: int, key: Key, device: int) -> jax.Array:
-        """Starts the transfer of a row, or of its gradient, from device `source` of another process."""
         like = jax.ShapeDtypeStruct((self._rows.units[key[0]].size * self._rows.outer,), self._dtype)
         return self._links.fetch(self._devices[source].process_index, name, [like], self._devices[device])[0]
 
@@ -278,5 +277,4 @@ class Traffic:
         return f"taken/{self._number}/"
 
     def _topic(self, client: int, owner: int) -> str:
-        """Returns the topic under which an owner says that it has taken a gradient of device `client`."""
         return f"{self._taken}{client}/{owner}"

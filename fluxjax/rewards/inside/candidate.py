@@ -104,7 +104,6 @@ def _answer(requests: BinaryIO, answers: BinaryIO, objects: Objects) -> None:
 
 
 def _outcome(work: Callable[[], Any]) -> dict[str, Any]:
-    """Returns `{"value": ...}`, or `{"raised": [names of the error's types, message]}`. `sys.exit` is an error, too."""
     try:
         return {"value": work()}
     except BaseException as error:

@@ -47,7 +47,6 @@ class ChatForm:
     route = "/v1/chat/completions"
 
     def __init__(self, model: str, extra: str = "") -> None:
-        """Raises ConfigError for `extra` that is no JSON object."""
         self._model = model
         try:
             self._extra = json.loads(extra or "{}")
@@ -199,7 +198,6 @@ class JudgeServer:
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _held_back(self, deadline: float) -> None:
-        """Waits until the server's Retry-After is over. Raises RewardFailure if the deadline comes first."""
         while (wait := self._not_before - time.monotonic()) > 0:
             if self._not_before >= deadline:
                 raise self._final("it wants no questions (Retry-After) for too long")
@@ -235,7 +233,6 @@ class JudgeServer:
         return RewardFailure(Failing.RAISED, f"{self._name}: {why}")
 
     def _said(self, raw: bytes) -> str:
-        """Returns the text of an error reply, on one line, without the token."""
         text = raw[:2000].decode(errors="replace")
         try:
             said = json.loads(raw)

@@ -152,7 +152,6 @@ def _template(name: str) -> str:
 
 
 def _harmless(text: str) -> str:
-    """Returns the text with harmless forms of media marks and of texts that divide messages."""
     return _TURNS.sub(lambda mark: f"{mark[0]} ", _MARKS.sub(r"[\1]", sendable(text)))
 
 
@@ -177,7 +176,6 @@ class VerdictReader:
     nonce, or the match of a pattern's first group."""
 
     def __init__(self, as_json: bool = False, pattern: str = "") -> None:
-        """Raises ConfigError for a pattern that can't be used."""
         self._json, self._pattern = as_json, pattern
         self.form = _OBJECT if as_json else _LINE  # the form of a verdict, with the field `{nonce}`
         self._pool: WorkerPool | None = None
