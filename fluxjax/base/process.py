@@ -29,7 +29,7 @@ def keep_freed_memory() -> bool:
     """Makes the C library keep freed memory. Must be called before there are threads, because existing arenas stay
     unchanged.
 
-    Returns False if the C library is not glibc, whose memory then stays unchanged.
+    Returns False, and changes nothing, if the C library is not glibc.
     """
     # One arena, because threads' arenas cannot hold large blocks. No mapped blocks. No trimming below 2 GiB.
     return _set_malloc((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1))

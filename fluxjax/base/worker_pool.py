@@ -142,8 +142,8 @@ class WorkerPool:
     ) -> None:
         """`seconds` bounds a call without its own bound. `memory_gib` is the memory that the function may take beside
         its imports. `name` is for messages. If `made_with` is not None, the object at `function_path` makes the
-        function: each process calls it once with `made_with`, before memory is bounded. In a `patient` pool, a call
-        waits for a process as long as a start takes, before another process is started."""
+        function: each process calls it once with `made_with`, before memory is bounded. A `patient` pool starts another
+        process only after a call has waited as long as a start takes."""
         self.function_path, self.workers, self.name = function_path, workers, name
         self.seconds, self.memory_gib, self._made_with = seconds, memory_gib, made_with
         self._patient = patient

@@ -193,7 +193,7 @@ class Team:
 
     process, processes = 0, 1
     links: Links | None = None  # links to the other processes
-    rank_here = 0  # the number of processes with lower numbers on this machine
+    rank_here = 0  # number of lower-numbered processes that share the ports of this process
     bytes_told = 0  # bytes sent by this process to all others
     _expect: Callable[[Iterable[TrainBatch]], None] | None = None
 

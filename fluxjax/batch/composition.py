@@ -114,9 +114,9 @@ def packing_metrics(compositions: Sequence[Composition], num_devices: int) -> di
 
     With plans, the result also has the share of tokens in sequences on more than one device, and the padded share of
     the rows. If devices keep their own pace, the result has the predicted share of device time lost by waiting for the
-    busiest device. It also has the number of collective microbatches, and the most and fewest microbatches of a device,
-    with the collective microbatches. Under other strategies with plans, the result has the ratio of a device's largest
-    to mean attention work, the same ratio of tokens, and the padded share of the all-to-alls.
+    busiest device. The result then also has the number of collective microbatches, and the most and fewest microbatches
+    of a device, with the collective microbatches. Under other strategies with plans, the result has the ratio of a
+    device's largest to mean attention work, the same ratio of tokens, and the padded share of the all-to-alls.
     """
     elsewhere = [microbatch for composition in compositions for microbatch in composition.elsewhere]
     microbatches = [microbatch for composition in compositions for microbatch in composition.microbatches] + elsewhere

@@ -1,9 +1,9 @@
 """Packs pieces into rows of fitted lengths (`sharding.strategy` `fsdp`).
 
 All rows of a microbatch have the same length on every device, at least that of the longest sequence. Rows of
-`packing.tokens_per_row` are half empty for sequences a little longer than half of it. Here each microbatch has its own
-row length, and long sequences share a microbatch with sequences of similar length. Compiled lengths are preferred if
-they waste little.
+`packing.tokens_per_row` are half empty for sequences a little longer than half of this length. Here each microbatch has
+its own row length, and long sequences share a microbatch with sequences of similar length. Compiled lengths are
+preferred if they waste little.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _placed(sizes: np.ndarray, order: np.ndarray, room: np.ndarray) -> np.ndarra
     """Puts each piece, the longest first, into the row with the fewest sufficient free tokens. Returns the row of each
     piece, or None if a piece fits no row."""
     count = len(room)
-    left = np.sort(room.astype(np.int64) * count + np.arange(count)).tolist()  # sorted by free tokens, then by row
+    left = np.sort(room.astype(np.int64) * count + np.arange(count)).tolist()  # ascending by free tokens, then by row
     where: list[int] = []
     for size in sizes[order].tolist():
         k = bisect.bisect_left(left, size * count)

@@ -51,8 +51,8 @@ class OwnPace:
 
     def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
         """Returns the microbatches, and the groups that `Piece.item` counts. First come microbatches of all devices
-        together, then microbatches of single devices. The latter are sorted by device, and each device's by decreasing
-        work. A device may have no microbatch of its own.
+        together, then microbatches of single devices. Microbatches of single devices are sorted by device, then by
+        decreasing work. A device may have no microbatch of its own.
 
         With `packing.share_prompts` a group is one sequence, whose responses are branches behind one copy of the
         prompt. A group that exceeds a device's row, or makes the work uneven, is cut into several sequences. Without
@@ -79,7 +79,7 @@ class OwnPace:
     def _deal(self, items: Sequence[Item]) -> tuple[list[Piece], np.ndarray, list[Microbatches]]:
         """Returns the pieces, their work, and the microbatches of each device.
 
-        Few groups can't make the work even. With shared prompts, smaller pieces are therefore tried, which need more
+        The work of few groups can't be even. With shared prompts, smaller pieces are therefore tried, which need more
         copies of the prompts. The responses of a smaller piece have at most a device's share of all tokens, or a half
         or a quarter of this share.
         """
@@ -222,8 +222,8 @@ def work_of(estimate: Estimate, pieces: Sequence[Piece]) -> np.ndarray:
 
 def _followed(item: Item, beyond: set[int], room: int, all_room: int) -> set[int]:
     """Returns the responses to compute on several devices: `beyond`, which are too long for one device, and perhaps
-    responses that share their copies of the prompt. These are added if the saved copies have more tokens than the added
-    responses."""
+    responses that share their copies of the prompt. Further responses are added if the saved copies have more tokens
+    than these responses."""
     responses = set(range(len(item.responses)))
 
     def copies(together: set[int]) -> int:

@@ -26,8 +26,8 @@ from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
 from .share import Groups, Outline, Piece, runs_bound
 
-# The most tokens that a device exports in a round of a degree above 1, because they predict tokens of other devices.
-# The last token of the device's chunk predicts the next chunk's first token. A prompt's last token in the chunk
+# Most tokens that a device exports in a round of a degree above 1. An exported token predicts a token of another
+# device. The last token of the device's chunk predicts the next chunk's first token. A prompt's last token in the chunk
 # predicts the first tokens of responses beyond the chunk.
 EXPORTS = 2
 
@@ -136,9 +136,8 @@ class Part:
 class SpreadMedia:
     """The media of a part: the device that computes each frame pair, and the row where each token finds its feature.
 
-    `first_feature` has the number of each item's first merged feature, counted as if there were one device. Features
-    never leave a replica (devices that exchange features), so that each replica with pieces of an item computes the
-    item's features.
+    `first_feature` has the number of each item's first merged feature, counted as if there were one device. Each
+    replica (devices that exchange features) with pieces of an item computes the item's features.
     """
 
     def __init__(

@@ -21,11 +21,11 @@ from ..config import Config, ConfigError
 from .fitted import Fit, fit_rows, lengths_between
 from .share import Item, Outline, Piece, Row, TrainGroup, check, chunks_needed, most_chunks, pieces_of
 
-# Least `packing.tokens_per_row`, in tokens, for fitted row lengths. Below, they save less time than their compilation
-# takes.
+# Least `packing.tokens_per_row`, in tokens, for fitted row lengths. With fewer tokens, they save less time than their
+# compilation takes.
 LONG = 1024
 FEWER = 0.97  # a packing with fewer rows a microbatch must have less than this share of the best packing's cells
-SHORTEST = 16  # no row is shorter than `packing.tokens_per_row` over this number
+SHORTEST = 16  # no row is shorter than `packing.tokens_per_row` divided by this number
 GRID = 3  # sizes of a buffer (1, 1/2 and 1/4 of the cap); the number of short rows may also be 3/4
 
 
@@ -150,7 +150,7 @@ def packed(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget, share
     With `share_prompts` a prompt stands once before all responses of its piece. The first heuristic is
     first-fit-decreasing over `pieces`. The second heuristic chains groups: a group may continue in the next row, where
     its prompt is repeated. Without `share_prompts`, each response has its own prompt. The heuristics then pack
-    responses in order, which keeps a group's media on one shard, and by decreasing size.
+    responses in order, which keeps a group's media on one shard, or by decreasing size.
 
     An item's patches count once for each shard that has rows of the item.
     """

@@ -53,8 +53,8 @@ class Spreading:
 
     def parts(self, groups: Sequence[TrainGroup]) -> list[Part]:
         """Returns as few microbatches as the devices' memory allows, each with one row a device. A step that fits no
-        compiled program needs a new program, or compiled programs with one more microbatch. The step gets one more
-        microbatch if `ShapeBook.settled`.
+        compiled program needs a new program, or compiled programs with one more microbatch. Once `ShapeBook.settled`,
+        the step gets one more microbatch if its parts then fit compiled programs.
 
         With `packing.share_prompts` a group is one sequence, whose responses are branches behind one copy of the
         prompt. Otherwise each response is a sequence. Raises ConfigError if no plan exists.

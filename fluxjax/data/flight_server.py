@@ -1,8 +1,8 @@
 """The Arrow Flight server of a preprocessor, which measures media and hands out requested slices of their patches.
 
 The server is FlexRL's Local Preprocessor (section 4). It serves the media settings of its first client only. Without a
-token, everybody who can connect may read all images and videos of this machine. gRPC receives up to 2 GiB of a question
-before this server can refuse the question.
+token, everybody who can connect may read all images and videos of this machine. This server can refuse a question only
+after gRPC has received up to 2 GiB of the question.
 """
 
 from __future__ import annotations

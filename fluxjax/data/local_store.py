@@ -71,7 +71,7 @@ class LocalStore:
             self._decoders = DecoderPool(settings, workers, **bounds)
             self._fetching = concurrent.futures.ThreadPoolExecutor(workers, "fetch")
         self._contents: Recent[bytes] = Recent(KNOWN)  # digests by path, stamp and cell
-        self._verdicts: Recent[Medium | MediaError] = Recent(KNOWN)  # by content and kind: the medium, or its fault
+        self._verdicts: Recent[Medium | MediaError] = Recent(KNOWN)  # by content and kind: the medium or the fault
         self._locks = weakref.WeakValueDictionary[Hashable, threading.Lock]()  # locks of media and slices being decoded
         self._stats = StoreStats()
         self._lock = threading.Lock()  # guards `_stats` and `_locks`
@@ -154,7 +154,7 @@ class LocalStore:
         self, ref: MediaRef, content: bytes, source: Source, known: Medium | None = None, run: range = range(0)
     ) -> tuple[Medium, dict[int, np.ndarray]]:
         """Decodes a medium and caches its slices. If `known` is the medium of an earlier decoding, decodes and returns
-        only the slices `run`. Raises MediaError; StaleTicket if the file changed meanwhile."""
+        only the slices `run`. Raises MediaError, and StaleTicket if the file changes meanwhile."""
         found: dict[int, np.ndarray] = {}
 
         def keep(medium: Medium, number: int, patches: np.ndarray) -> None:

@@ -1,7 +1,7 @@
 """Files by local path or by URL (fsspec).
 
-A path that begins with `scheme://` is a URL; `file://` URLs are local paths. Every failure of a URL is an OSError
-without the URL in its text.
+A path that begins with `scheme://` is a URL; `file://` URLs are local paths. Every failure of a URL is an OSError of
+one line.
 """
 
 from __future__ import annotations

@@ -136,8 +136,8 @@ class Materializer:
 
 
 class _Task:
-    """The fetch of one shadow's pixels. `batch` has all tasks of the batch from the start of the batch's fetch to its
-    first read, and is None before and after."""
+    """The fetch of one shadow's pixels. `batch` has the tasks of the batch between the start of the batch's fetch and
+    the batch's first read, else None."""
 
     def __init__(self, shadow: ShadowTensor) -> None:
         self.shadow = shadow

@@ -141,7 +141,7 @@ class NearPixels:
         return True
 
     def _fits(self) -> bool:
-        """Says whether the next expected rows may leave the queue, because they fit or never will."""
+        """Says whether the next expected rows fit, or are too large to ever fit."""
         size = self._size(next(iter(self._expected.values())))
         return self._promised + size <= self._limit // 2 or size > self._limit // 2
 

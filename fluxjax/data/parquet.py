@@ -178,8 +178,8 @@ def _name(path: str) -> str:
 
 
 def split_of(path: str) -> str:
-    """Returns the split that the file's name, or else the nearest folder with a split, names. Empty if there is
-    none."""
+    """Returns the split that a path names, or an empty text. The file's name goes before folders, and the nearest
+    folder first."""
     words = (_WORD.search(part) for part in reversed(path.lower().split("/")))
     return next((_SPLITS[word[1]] for word in words if word), "")
 

@@ -57,8 +57,8 @@ class TextAndMedia(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PromptLimits:
-    """The largest prompt that the engine's cache and a microbatch can hold. Each frame pair of a prompt lies on a
-    single device."""
+    """The largest prompt that the engine's cache and a microbatch can hold. The frame pairs of a prompt are dealt to
+    `devices` devices, each pair to one device."""
 
     tokens: int
     patches: int  # most patches of a device
@@ -75,7 +75,7 @@ class PromptLimits:
 
     def refuse(self, prompt: Prompt, tokens: int, patches: int, largest_frame: int) -> SkippedPrompt | None:
         """Returns a skipped prompt if the prompt is empty or too large, else None. A frame pair has at most
-        `largest_frame` patches. Any way to deal the frame pairs to the devices must fit."""
+        `largest_frame` patches. Every way to deal frame pairs to devices must respect the limits."""
         if not tokens:
             return SkippedPrompt(prompt, "empty prompt", "it has no tokens")
         if tokens > self.tokens:
@@ -156,8 +156,8 @@ def _refused_undecoded(
 class ReadAhead(Generic[Item]):
     """The items `first`, `first + 1` and so on, which threads make up to `ahead` items beyond the last item taken.
 
-    `take` wakes threads for further items only after collecting its own items. Earlier woken threads would compete with
-    the caller for the interpreter's lock.
+    `take` wakes threads for further items only after collecting its own items. Threads that are woken earlier would
+    compete with the caller for the interpreter's lock.
 
     `threads` threads call `make`. Every `take` that reaches an item whose `make` failed raises the error of `make`.
     `ready` gets each successful item once, in order, and must not block. One thread may call `take` at a time.
@@ -283,7 +283,7 @@ class Preparer:
         self._next_index = 0  # the draw after the last draw that was handed out
         self._reading: ReadAhead[Result] | None = None  # begins with the first draw
         self._lock = threading.Lock()  # guards `_reading`, which a cancelled draw may still use
-        self._handed: collections.deque[PreparedPrompt] = collections.deque()  # handed out, not passed by yet
+        self._handed: collections.deque[PreparedPrompt] = collections.deque()  # prompts whose pixels are still expected
         self._logged: collections.Counter[tuple[str, str]] = collections.Counter()  # by source and reason
         self._skips_in_a_row = 0
         self._patience = min(_HOPELESS, 2 * sum(map(len, loader.sources.values())))

@@ -63,8 +63,8 @@ def resolve(found: Iterable[str], wanted: Fields, where: str, empty: Container[s
     """Returns the names of the fields, out of the names `found` in a file or line. The fields in `empty` hold nothing.
     Every error message begins with `where`.
 
-    Raises `DataError` if a name given in `wanted` is absent, if prompt or answer cannot be found, if several fields
-    hold images or several hold videos, or if an unused name resembles that of a media field that was not found.
+    Raises `DataError` if a name given in `wanted` is absent, or if prompt or answer cannot be found. Raises `DataError`
+    if several fields hold images (or videos), or if an unused name resembles that of a missing media field.
     """
     names = list(found)
     result: dict[str, str] = {}
@@ -106,8 +106,8 @@ def answer_text(value: object) -> str | None:
 
 
 def tell_unused(fields: Mapping[str, Sequence[object]], source: str, any_used: bool, where: str) -> None:
-    """Warns of unused fields whose values look like media. Raises `DataError` if such a field holds more than file
-    names and `any_used`, whether media are used, is False."""
+    """Warns of unused fields whose values look like media. If no media are used (`any_used` is False), raises
+    `DataError` for a field that holds more than file names."""
     for name, values in fields.items():
         if any(map(_is_media, values)):
             fix = f"data.sources.{source}.columns.images or .videos"

@@ -185,8 +185,8 @@ class MediaStore(Protocol):
         ...
 
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
-        """Decodes these media. Returns, in the order of `refs`, the ticket of each medium, or its error if it can't be
-        used. Pixels stay in memory for later fetches while there is room."""
+        """Decodes these media. Returns, in the order of `refs`, the ticket of each medium, or the error of a medium
+        that can't be used. Pixels stay in memory for later fetches while there is room."""
         ...
 
     def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:

@@ -1,4 +1,5 @@
-"""A watchdog for a process that is alive but makes no progress, as in a deadlock. Heartbeats do not notice this."""
+"""A watchdog for a process that is alive but makes no progress, as in a deadlock. Heartbeats do not notice a
+deadlock."""
 
 from __future__ import annotations
 

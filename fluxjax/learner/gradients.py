@@ -72,7 +72,7 @@ class Gradients:
         self.mesh = mesh
         self.strategy = self._strategy_of(model)
         self._compile()
-        self._ahead: dict[tuple[object, ...], concurrent.futures.Future[jax.stages.Compiled]] = {}  # by program, shape
+        self._ahead: dict[tuple[object, ...], concurrent.futures.Future[jax.stages.Compiled]] = {}  # by name and shapes
         self._background = background or concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
 
     def _strategy_of(self, model: Decoder) -> Fsdp:

@@ -112,7 +112,7 @@ class Learner:
         afresh.
 
         `optim` and `steps` (the length of the schedule in optimizer steps) are those of the configuration by default.
-        `temperature`is that of log-probs. It is the rollout's by default, or 1 if rollouts are greedy.
+        `temperature`, for log-probs, is by default the rollout's, or 1 if rollouts are greedy.
         """
         config = self.config
         optim = optim or config.optim
@@ -179,8 +179,8 @@ class Learner:
         return programs | {"update": self._apply.lower(self.trained(self.params), grads, self.opt_state, tally)}
 
     def step(self, microbatches: Sequence[Microbatch], *, last: bool = True) -> dict[str, float]:
-        """Makes one optimizer step over the sum of the microbatches' losses, and blocks until it is done. The `last`
-        optimizer step of a training step raises `version` by 1.
+        """Makes one optimizer step over the sum of the microbatches' losses, and blocks until the step is done. The
+        `last` optimizer step of a training step raises `version` by 1.
 
         Metrics are `loss`, `lr`, `grad_norm` before clipping, `trained_tokens`, and the means of the algorithm's
         metrics over trained tokens. Tokens that an engine generated add `importance_metrics`. Tokens that the step's
@@ -386,8 +386,8 @@ def _decay(weight_decay: float, decayed: Params) -> optax.GradientTransformation
 def _adam(optim: OptimConfig) -> optax.GradientTransformationExtraArgs:
     """Scales as `optax.scale_by_adam`, with moments in `moments_dtype` that overwrite the old moments.
 
-    Updates are computed from the rounded moments. A barrier finishes all moments first. Otherwise XLA would compute
-    them twice, for the update and for the state, and hold old and new moments of all weights at once.
+    Updates are computed from the rounded moments. A barrier finishes all moments first. Otherwise XLA would compute the
+    moments twice, for the update and for the state, and hold old and new moments of all weights at once.
     """
     dtype, trees = optim.moments_dtype.value, optax.tree_utils
 

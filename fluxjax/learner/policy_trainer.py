@@ -8,7 +8,7 @@ optimizer step, so that a training step counts as one version.
 A step's gradient may be computed in portions, at different times and on different devices, with the same weights. The
 loss weights of a portion are normalised over the portion. A portion's gradient therefore counts by the portion's share
 of the step's normaliser, which counts tokens or responses (Flexes, section 4.4, "Preserving On-Policy Semantics"). The
-sum equals the gradient computed at once.
+weighted sum of the portions' gradients equals the gradient computed at once.
 
 Every process of a run has a trainer, and makes the same steps. Only process 0 has the groups: it calculates advantages,
 plans, and hands every process its share of the step.
@@ -260,9 +260,9 @@ class PolicyTrainer:
     def _scored(
         self, parts: Sequence[Portion], compositions: Sequence[Composition], place: _Place
     ) -> list[Composition]:
-        """Returns the compositions with all inputs of the loss. These are the reference's log-probs, and the present
-        policy's for importance weights, ratios of complete responses and several optimizer steps. If advantages depend
-        on log-probs or on the critic, the groups of the parts get new advantages."""
+        """Returns the compositions with all inputs of the loss. These are log-probs of the reference, and log-probs of
+        the present policy if importance weights, ratios of complete responses or several optimizer steps need them. If
+        advantages depend on log-probs or on the critic, the groups of the parts get new advantages."""
         settings, algorithm, scored = self._config.algorithm, self._algorithm, list(compositions)
         needed = self._needs_scores
         for composition in filter(lambda composition: composition.coming, compositions):  # empty for most steps

@@ -124,7 +124,7 @@ def build_model(config: Config, sources: Mapping[str, Source], mesh: Mesh | None
 
 def build_weights(config: Config, sizes: DecoderConfig, mesh: Mesh | None = None) -> Decoder:
     """Returns the model with float32 master weights. Weights are read or sampled one by one, and go to the devices of
-    `mesh` (None: to one device). After a large model, this process returns freed memory to the system. Raises
+    `mesh` (None: to one device). For a large model, this process returns freed memory to the system from now on. Raises
     `ConfigError` for an unreadable checkpoint."""
     if 4 * parameter_count(models.abstract(sizes)) >= LARGE_MODEL:
         give_back_large_blocks()
@@ -205,7 +205,8 @@ def export_adapters(config: Config, model: Decoder, learner: Learner, folder: pa
 def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, processor: Processor) -> pathlib.Path:
     """Returns a folder that rollout servers can start from. Its weights do not matter, because servers get the run's
     weights before they generate. Without `model.path`, the folder is an export of the model. With `model.path`, the
-    folder is `model.path`, or links to its files beside another config.json if `write_config` says so."""
+    folder is `model.path` if `write_config` gives the same config.json. Otherwise the folder has the new config.json,
+    and links to all other files."""
     folder, content = run_dir / "servers" / "model", write_config(model.config)
     if not config.model.path:
         export(model, processor, folder)

@@ -84,7 +84,7 @@ class Callback:
 
 
 class SettledHeap(Callback):
-    """Calls `settle_heap` after each step of a process whose number is a power of two."""
+    """Calls `settle_heap` after the steps 1, 2, 4, 8 and so on of a process."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -119,7 +119,7 @@ class Reporter(Observer):
         tokens = sum(response.num_tokens for response in responses)
         seconds = dict(report.seconds)
         metrics = dict(report.metrics) | {f"seconds/{name}": value for name, value in seconds.items()}
-        # Tokens a second since the last step, evaluation or checkpoint, because stages overlap with each other and with
+        # The time counts from the last step, evaluation or checkpoint, because stages overlap with each other and with
         # other steps.
         before, self._since = self._since, working_time()
         metrics["tokens_per_second"] = tokens / max(self._since - before, 1e-9)

@@ -116,7 +116,7 @@ class Checkpoints:
         return self._damage[step]
 
     def may_save(self, step: int, arrays: PyTree) -> bool:
-        """Waits for the write under way. Says whether this step has no checkpoint and the disk has room for one. A full
+        """Waits for the write under way. Says whether this step has no checkpoint and the disk has room for it. A full
         disk is logged, and added to `failed`."""
         self.wait()
         if step in self._manager.all_steps():
@@ -282,8 +282,8 @@ _WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Returns False for tracebacks through Orbax. After a failed write, hundreds of their lines would hide the line of
-    `_note_failure`."""
+    """Returns False for tracebacks through Orbax. After a failed write, hundreds of lines of tracebacks would hide the
+    line of `_note_failure`."""
     trace = record.exc_info[2] if record.exc_info else None
     while trace is not None:
         if f"{os.sep}orbax{os.sep}" in trace.tb_frame.f_code.co_filename:

@@ -52,7 +52,7 @@ def settled(
     """Returns a copy of the configuration that refuses changes. The number of this process's devices replaces
     `rollout.engines=0`. The result of the pre-flight's memory check replaces `sharding.remat=auto`. `note` gets the
     progress of the check (None: no check). Raises `ConfigError` if there are too few devices, or if the run does not
-    fit into their memory."""
+    fit into the devices' memory."""
     config = copy.deepcopy(config)
     if note is not None:
         config.sharding.remat = settled_remat(config, sizes, run_mesh(config), processor.media_token_ids, note)
@@ -125,8 +125,9 @@ def assemble(
 def settled_remat(
     config: Config, model: DecoderConfig, mesh: Mesh, never_sampled: tuple[int, ...], progress: Callable[[str], None]
 ) -> Remat:
-    """Returns the rematerialisation to train with. For `auto`, this is the first that fits into memory. If memory is
-    unknown or not checked, `auto` becomes `none`. If memory is known, `auto` becomes `layer` under odc.
+    """Returns the rematerialisation to train with. For `auto`, this is the first rematerialisation that fits into
+    memory. If memory is unknown or not checked, `auto` becomes `none`. If memory is known, `auto` becomes `layer` under
+    odc.
 
     If a device's memory is known (on GPUs, or by `sharding.device_memory_gib`), the run's largest programs are
     compiled, except under odc. Raises ConfigError for a run that needs more memory, and for `offload` on devices

@@ -1,2 +1,1 @@
-"""Kernels of attention, of the gated delta rule, and of log-probs over the vocabulary, with portable JAX beside
-them."""
+"""Kernels of attention, of the gated delta rule, and of log-probs over the vocabulary."""

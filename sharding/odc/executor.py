@@ -192,7 +192,7 @@ class Odc:
     ) -> None:
         """`deterministic` adds gradients in an order that depends only on the minibatch and the predicted work. `group`
         neighbouring devices (0: all) together hold all parameters and gradients (hybrid sharding). `links` connect this
-        process with the other processes of a run of several. `read` returns the host arrays of a batch, and is called
+        process with the other processes, if there are several. `read` returns the host arrays of a batch, and is called
         just before the arrays are needed."""
         self.mesh, self._strategy = strategy.mesh, strategy
         self._deterministic = deterministic
@@ -228,8 +228,8 @@ class Odc:
         return loss, tally, grads
 
     def logprobs(self, params: Params, inputs: Sequence[PyTree], devices: Sequence[int]) -> list[PyTree]:
-        """Returns the result of `forward` for each of `inputs`, on the device that computed the result, or None if
-        another process computed it."""
+        """Returns the result of `forward` for each of `inputs`, on the device that computed the result. The result of
+        another process's device is None."""
         tasks = self._tasks(self._strategy.forward, inputs, devices)
         workers = self._run(params, tasks, _Failure(self._links))
         found = {i: result for worker in workers for i, result in worker.results.items()}

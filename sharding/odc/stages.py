@@ -277,7 +277,7 @@ class Program:
         weights: list[int] = []
         values: list[Var] = []
         # For each argument of the body: its kind (0: a constant, 1: a weight, 2: a value), its index within the kind,
-        # and whether the stage cuts out one layer's part. Weights arrive as those of one layer.
+        # and whether the stage cuts out one layer's part. Weights are already those of one layer.
         sources: list[tuple[int, int, bool]] = []
         carried: list[int] = []  # indices of the `values` that one layer passes to the next
         for at, var in enumerate([*rest[: body.captured], *carries, *rest[body.captured :]]):

@@ -11,8 +11,8 @@ pushes ahead of an owner waits.
 
 Owners add gradients up. In arrival order a push is added at once, and two runs may differ in the last bits. In a fixed
 order a push waits for its key's pushes of all microbatches that the plan expects to end earlier. A device with too many
-waiting pushes waits, too. Not all devices can wait: the pushes of the first microbatch that is not completely added are
-next in the order, so that its device goes on.
+waiting pushes waits, too. The device of the first microbatch that is not completely added never waits, because the
+pushes of this microbatch are next in the order.
 """
 
 import collections

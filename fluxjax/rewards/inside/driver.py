@@ -19,7 +19,7 @@ from typing import Any
 
 from . import plain
 
-_QUIET = ("StopIteration", "StopAsyncIteration")  # they would silently end a test's loop over `map(candidate, ...)`
+_QUIET = ("StopIteration", "StopAsyncIteration")  # would silently end a test's loop over `map(candidate, ...)`
 
 
 class Gone(Exception):

@@ -37,7 +37,7 @@ class EngineModel:
         finish = None
         async with contextlib.AsyncExitStack() as left:
             stream = self._engine.generate(request)
-            if close := getattr(stream, "aclose", None):  # cancelling the call ends its request
+            if close := getattr(stream, "aclose", None):  # a cancelled call ends its request
                 left.push_async_callback(close)
             async for chunk in stream:
                 ids += chunk.token_ids
@@ -48,8 +48,8 @@ class EngineModel:
 
 
 class StreamedJudgeModel:
-    """Asks a judge whose layers travel from host memory (`rollout.streamed_judge`), because it shares a device with the
-    run's engines. The judge answers greedily, so that its reward should have `retries=0`."""
+    """Asks a judge whose layers travel from host memory (`rollout.streamed_judge`), because the judge shares a device
+    with the run's engines. The judge answers greedily, so that its reward should have `retries=0`."""
 
     def __init__(self, judge: StreamedJudge, processor: Processor) -> None:
         self._judge, self._processor = judge, processor

@@ -72,7 +72,7 @@ class ChatForm:
         content = choice["message"].get("content")
         if content is not None and not isinstance(content, str):
             raise TypeError("content is no text")
-        return Answer(content or "", choice.get("finish_reason") != "length")  # content None: thoughts, no answer
+        return Answer(content or "", choice.get("finish_reason") != "length")  # None: only thoughts
 
 
 class GenerateForm:
@@ -165,7 +165,7 @@ class JudgeServer:
     counts: MutableMapping[str, float]
 
     def __post_init__(self) -> None:
-        self._name = urlsplit(self.url)._replace(query="").geturl()  # for messages: a query may hold a key
+        self._name = urlsplit(self.url)._replace(query="").geturl()  # no query, which may hold a key
         self._not_before = 0.0  # the end of a Retry-After, by `time.monotonic`
 
     async def ask(self, question: Question) -> Answer:
@@ -187,7 +187,7 @@ class JudgeServer:
                     trouble = error
                 except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                     trouble = _Trouble("its reply is not what this route replies")
-                if worst is None or not trouble.timed_out:  # a try cut short by the deadline says less
+                if worst is None or not trouble.timed_out:  # a try that the deadline cut says less
                     worst = trouble
                 wait = max(trouble.pause, pause * random.uniform(0.5, 1.0))  # random, so that retries spread
                 if time.monotonic() + wait >= deadline:

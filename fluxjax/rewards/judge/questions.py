@@ -135,7 +135,7 @@ class Rubric:
         values = {name: f"<{name}-{nonce}>\n{text}\n</{name}-{nonce}>" for name, text in material.items()}
         values |= {"nonce": nonce, "verdict": form.replace("{nonce}", nonce)}
         values |= {"lowest": f"{self.lowest:g}", "highest": f"{self.highest:g}"}
-        # One pass fills in all fields, so that a field's name in a response stays.
+        # One pass fills in all fields, so that a response may have the name of a field.
         return _FIELD.sub(lambda field: f"{{{field[1]}}}" if field[1] else values[field[2]], self.template), nonce
 
 
@@ -188,7 +188,7 @@ class VerdictReader:
                 raise ConfigError(f"judge.pattern is {pattern!r}, which is no regular expression: {error}") from error
             if not groups:
                 raise ConfigError(f"judge.pattern is {pattern!r}; it must have a group (...), which matches the number")
-            # A process that can be killed searches, because a pattern may take for ever on a model's text.
+            # A process searches, which can be killed, because a pattern may take for ever on a model's text.
             path = "fluxjax.rewards.extraction:last_group"
             self._pool = WorkerPool(path, 1, seconds=_PATTERN_SECONDS, memory_gib=0.25, name="judge.pattern")
 

@@ -53,7 +53,7 @@ class Judge(BuiltIn):
     retries: int = not_negative(2)  # most repetitions of a question for lack of a verdict
     correct_from: float = within(1.0, "[0, 1]")  # the least value of a correct response
     request_seconds: float = positive(30.0)  # most seconds of one request
-    most_characters: int = positive(32_000)  # a longer response is shown from its end
+    most_characters: int = positive(32_000)  # most characters, at the end of a response, that the judge sees
     images: bool = False  # the prompt's images are shown, too (chat)
 
     def __post_init__(self) -> None:
