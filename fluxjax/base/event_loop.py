@@ -22,10 +22,8 @@ _STOPPING = "stopping after this step; once more to stop at once"
 def hear_signals(stops: list[Callable[[], None]], end: Callable[[int], None]) -> None:
     """Starts a thread that handles Ctrl-C and SIGTERM. At each signal, the thread pops a function from `stops` and
     calls it. If `stops` is empty, the thread calls `end` with the signal's number. Python's own handlers run in the
-    main thread, which may compile for minutes or wait for other processes for ever.
-
-    Only commands call `hear_signals`. `take_signals` must follow `jax.distributed.initialize`, which takes SIGTERM.
-    """
+    main thread, which may compile for minutes or wait for other processes for ever. Only commands call `hear_signals`.
+    `take_signals` must follow `jax.distributed.initialize`, which takes SIGTERM."""
     heard, pipe = os.pipe()
 
     def hear() -> None:
@@ -54,10 +52,8 @@ def _heard(number: int, frame: types.FrameType | None) -> None:
 @contextlib.contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Calls `stop` at the first Ctrl-C and at the first SIGTERM within the block. A second signal of the same kind has
-    its usual effect.
-
-    Does nothing after `hear_signals`, and outside the main thread, where Python handles no signals.
-    """
+    its usual effect. Does nothing after `hear_signals`, and outside the main thread, where Python handles no
+    signals."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(_NUMBERS[0]) is _heard:
         yield
         return
@@ -99,9 +95,7 @@ async def on_all(engines: Sequence[Engine], call: Callable[[Engine], Awaitable[N
 
 async def not_silently_cancelled(work: Callable[..., Awaitable[None]], *args: object) -> None:
     """Awaits `work(*args)`. Raises RuntimeError if `work` ends as cancelled although nobody cancelled the current task.
-
-    A task group overlooks a task that ends as cancelled, and other tasks could wait for ever for its result.
-    """
+    A task group overlooks a task that ends as cancelled, and other tasks could wait for ever for its result."""
     try:
         await work(*args)
     except asyncio.CancelledError as error:

@@ -27,20 +27,15 @@ LARGE_MODEL = 1 << 30  # bytes of weights; a model of at least this size is larg
 
 def keep_freed_memory() -> bool:
     """Makes the C library keep freed memory. Must be called before there are threads, because existing arenas stay
-    unchanged.
-
-    Returns False, and changes nothing, if the C library is not glibc.
-    """
+    unchanged. Returns False, and changes nothing, if the C library is not glibc."""
     # One arena, because threads' arenas cannot hold large blocks. No mapped blocks. No trimming below 2 GiB.
     return _set_malloc((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def give_back_large_blocks() -> bool:
     """Undoes `keep_freed_memory` for blocks of at least 32 MiB. With a large model, the holes that freed arrays leave
-    in the heap exceed a second copy of the weights.
-
-    Returns False, and changes nothing, if the C library is not glibc.
-    """
+    in the heap exceed a second copy of the weights. Returns False, and changes nothing, if the C library is not
+    glibc."""
     return _set_malloc((_MMAP_THRESHOLD, _LARGE_BLOCK), (_MMAP_MAX, _DEFAULT_MMAP_MAX))
 
 
@@ -58,10 +53,8 @@ def _set_malloc(*options: tuple[int, int]) -> bool:
 
 def settle_heap() -> None:
     """Hides all living objects from the garbage collector. Repeated looks at the objects of imports and compiled
-    programs take a tenth of a tiny model's step.
-
-    Must be called only in a process that ends with its run, because hidden circles of references are never freed.
-    """
+    programs take a tenth of a tiny model's step. Must be called only in a process that ends with its run, because
+    hidden circles of references are never freed."""
     gc.collect()
     gc.freeze()
 

@@ -35,11 +35,9 @@ SavedState = Mapping[str, Any]  # a `State` as JSON gives it back
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A question without pixels and tokens.
-
-    `text` has one `<image>` or `<video>` mark for each media item, in order. `id` is unique within its source. `draw`
-    is the prompt's number in the order of this run. `row` is the record's number in its source.
-    """
+    """A question without pixels and tokens. `text` has one `<image>` or `<video>` mark for each media item, in order.
+    `id` is unique within its source. `draw` is the prompt's number in the order of this run. `row` is the record's
+    number in its source."""
 
     id: str
     source: str
@@ -55,10 +53,8 @@ class Prompt:
 @dataclasses.dataclass(frozen=True)
 class Response:
     """The tokens that an engine generated for one sample of a prompt. Each tuple has one entry for each token.
-
     `logprobs` are natural logs of the probability under the sampling distribution (the behaviour policy); `versions`
-    are the weight versions that the tokens come from. Raises ValueError if the tuples differ in length.
-    """
+    are the weight versions that the tokens come from. Raises ValueError if the tuples differ in length."""
 
     rid: str
     draw: int  # `Prompt.draw` of the response's prompt

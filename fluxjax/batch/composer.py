@@ -309,10 +309,8 @@ def _sorted(group: Group) -> Group:
 
 
 def sft_groups(prompts: Sequence[PreparedPrompt], answer_ids: Sequence[Sequence[int]]) -> list[Group]:
-    """Returns one group for each prompt, whose only response is the given answer with its stop id.
-
-    Log-probs are 0 and versions -1, because no engine produced the tokens.
-    """
+    """Returns one group for each prompt, whose only response is the given answer with its stop id. Log-probs are 0 and
+    versions -1, because no engine produced the tokens."""
     groups = []
     for prepared, ids in zip(prompts, answer_ids, strict=True):
         draw, token_ids = prepared.prompt.draw, tuple(int(token) for token in ids)

@@ -20,12 +20,10 @@ PerToken: TypeAlias = Sequence[jax.Array | np.ndarray]  # an array `[B, T]` for 
 
 @dataclasses.dataclass(frozen=True)
 class Microbatch:
-    """A batch of rows that is computed at once.
-
-    `owner` is the device that computes the batch alone, or None if all devices compute the batch together. `work` is
-    the predicted cost of the batch for its busiest device, in any unit, or None if the strategy predicts no costs.
-    `layout` is the layout of the batch's shard plan, or None if there is no plan.
-    """
+    """A batch of rows that is computed at once. `owner` is the device that computes the batch alone, or None if all
+    devices compute the batch together. `work` is the predicted cost of the batch for its busiest device, in any unit,
+    or None if the strategy predicts no costs. `layout` is the layout of the batch's shard plan, or None if there is no
+    plan."""
 
     batch: TrainBatch
     owner: int | None = None

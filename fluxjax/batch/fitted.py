@@ -63,11 +63,9 @@ class Fit:
 
 
 def fit_rows(sizes: np.ndarray, rows: int, lengths: Sequence[int]) -> Fit | None:
-    """Packs pieces of these `sizes` (tokens) into microbatches of `rows` rows each.
-
-    `lengths` are the allowed row lengths, ascending. The last length decides how many microbatches are tried. Returns
-    the packing with the fewest cells among those found, or None if none is found.
-    """
+    """Packs pieces of these `sizes` (tokens) into microbatches of `rows` rows each. `lengths` are the allowed row
+    lengths, ascending. The last length decides how many microbatches are tried. Returns the packing with the fewest
+    cells among those found, or None if none is found."""
     order = np.argsort(-sizes, kind="stable")
     if not len(lengths) or sizes.max() > lengths[-1]:
         return None

@@ -34,11 +34,8 @@ WORTH = 0.01  # share of a step's predicted time that further copies of prompts 
 
 
 class OwnPace:
-    """Deals sequences to devices by LB-Mini (ODC paper), which makes the work of a minibatch even.
-
-    Raises ConfigError for a degree that the devices or the heads of `text` do not allow, and for an unreadable
-    calibration.
-    """
+    """Deals sequences to devices by LB-Mini (ODC paper), which makes the work of a minibatch even. Raises ConfigError
+    for a degree that the devices or the heads of `text` do not allow, and for an unreadable calibration."""
 
     def __init__(
         self, config: Config, num_devices: int, room: Room, text: TextConfig | None, shapes: ShapeBook
@@ -77,12 +74,9 @@ class OwnPace:
         return found
 
     def _deal(self, items: Sequence[Item]) -> tuple[list[Piece], np.ndarray, list[Microbatches]]:
-        """Returns the pieces, their work, and the microbatches of each device.
-
-        The work of few groups can't be even. With shared prompts, smaller pieces are therefore tried, which need more
-        copies of the prompts. The responses of a smaller piece have at most a device's share of all tokens, or a half
-        or a quarter of this share.
-        """
+        """Returns the pieces, their work, and the microbatches of each device. The work of few groups can't be even.
+        With shared prompts, smaller pieces are therefore tried, which need more copies of the prompts. The responses of
+        a smaller piece have at most a device's share of all tokens, or a half or a quarter of this share."""
         room, share = self._room.tokens, self._room.share_prompts
         whole = pieces_of(items, room, share)
         mean = -(-sum(piece.tokens for piece in whole) // self._num_devices)
@@ -100,11 +94,8 @@ class OwnPace:
 
     def _together(self, groups: Sequence[TrainGroup]) -> tuple[list[Part], list[TrainGroup], list[TrainGroup]]:
         """Returns the microbatches that all devices compute together, and the groups that `Piece.item` counts in these
-        microbatches. Also returns the groups of all remaining responses.
-
-        Raises ConfigError, naming prompt and field, for a sequence too long for `degree` devices, and if no plan
-        exists.
-        """
+        microbatches. Also returns the groups of all remaining responses. Raises ConfigError, naming prompt and field,
+        for a sequence too long for `degree` devices, and if no plan exists."""
         large, rest = self._split(groups)
         if not large:
             return [], [], rest
@@ -127,11 +118,8 @@ class OwnPace:
 
     def _split(self, groups: Sequence[TrainGroup]) -> tuple[list[TrainGroup], list[TrainGroup]]:
         """Returns the groups of responses that need several devices, and the groups of responses that one device holds.
-        Both lists may have a group, with different responses.
-
-        With `packing.share_prompts`, a response that one device could hold may stay with the longer responses of its
-        group (see `_followed`).
-        """
+        Both lists may have a group, with different responses. With `packing.share_prompts`, a response that one device
+        could hold may stay with the longer responses of its group (see `_followed`)."""
         room, share, patches = self._room.tokens, self._room.share_prompts, self._room.whole_patches
         degree, replica = self.degree, self._replica
         check(
@@ -155,11 +143,9 @@ class OwnPace:
 
     def _filled(self, part: Part, shorter: Sequence[Piece], frame: int) -> tuple[ShardPlan, list[Piece]]:
         """Adds some of the `shorter` sequences, longest first, to idle devices of the plan of `part`. Returns the new
-        plan, and the added sequences.
-
-        No device gets more tokens, or more attention work, than the fullest device of the plan has, so that the
-        microbatch takes no more time. Media only have to fit, because they are spread evenly over a replica's devices.
-        """
+        plan, and the added sequences. No device gets more tokens, or more attention work, than the fullest device of
+        the plan has, so that the microbatch takes no more time. Media only have to fit, because they are spread evenly
+        over a replica's devices."""
         plan, patches, replica = part.plan, self._room.whole_patches, self._replica
         squares = dataclasses.replace(plan, work=tuple(piece.squares for piece in part.pieces)).compute()
         loads_D2 = np.stack([plan.rows(), squares], axis=1)

@@ -66,13 +66,10 @@ class Room:
 
 
 class Part:
-    """The `pieces` of some groups, and the `plan` of their devices. Each piece is computed as one sequence.
-
-    `owner` and `work` are those of `Microbatch`. An owner has a plan of one device. `shaped` means that the plan was
-    made for rows of a given length. `frame` bounds the patches of a frame pair.
-
-    Raises PlanError if the tokens or patches of a device exceed `room`.
-    """
+    """The `pieces` of some groups, and the `plan` of their devices. Each piece is computed as one sequence. `owner` and
+    `work` are those of `Microbatch`. An owner has a plan of one device. `shaped` means that the plan was made for rows
+    of a given length. `frame` bounds the patches of a frame pair. Raises PlanError if the tokens or patches of a device
+    exceed `room`."""
 
     layout: Layout
     media: SpreadMedia | None  # None for a text model
@@ -135,10 +132,8 @@ class Part:
 
 class SpreadMedia:
     """The media of a part: the device that computes each frame pair, and the row where each token finds its feature.
-
     `first_feature` has the number of each item's first merged feature, counted as if there were one device. Each
-    replica (devices that exchange features) with pieces of an item computes the item's features.
-    """
+    replica (devices that exchange features) with pieces of an item computes the item's features."""
 
     def __init__(
         self, groups: Groups, pieces: Sequence[Piece], plan: ShardPlan, room: Room, vision: VisionConfig

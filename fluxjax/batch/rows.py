@@ -135,11 +135,9 @@ def cells_of(plan: Iterable[Outline]) -> int:
 
 
 def grid(cap: int, multiple: int = 1) -> tuple[int, ...]:
-    """Returns the few sizes, ascending, that a buffer of at most `cap` may take; all are multiples of `multiple`.
-
-    The sizes are few because each size is compiled. They are geometric, so that a batch of at least a quarter of the
-    cap is padded to less than twice its size.
-    """
+    """Returns the few sizes, ascending, that a buffer of at most `cap` may take; all are multiples of `multiple`. The
+    sizes are few because each size is compiled. They are geometric, so that a batch of at least a quarter of the cap is
+    padded to less than twice its size."""
     cap = cap // multiple * multiple
     return tuple(sorted({-(-cap // (multiple << k)) * multiple for k in range(GRID)}))
 
@@ -229,11 +227,9 @@ def _chain(items: Sequence[Item], budget: Budget) -> list[Row]:
 
 def _spread(rows: Sequence[Row], budget: Budget, most: int = 0, tokens: int = 0) -> list[Outline]:
     """Deals rows to the shards of microbatches. A shard has at most `most` rows (0: as `budget` allows) of `tokens`
-    tokens (0: `budget.tokens_per_row`).
-
-    A row goes to the shard where the row adds the fewest patches. Ties go to the shard with the fewest patches, then to
-    the shard with the fewest rows. A row that fits in no shard waits for the next microbatch.
-    """
+    tokens (0: `budget.tokens_per_row`). A row goes to the shard where the row adds the fewest patches. Ties go to the
+    shard with the fewest patches, then to the shard with the fewest rows. A row that fits in no shard waits for the
+    next microbatch."""
     waiting = sorted(rows, key=lambda row: row[0])
     media = any(piece.patches for row in rows for piece in row)
     allowed = (most,) if most else budget.rows

@@ -99,12 +99,9 @@ def check(
 
 def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, responses: int = 0) -> list[Piece]:
     """Returns the pieces of the items. Each piece is computed as one sequence. Without `share_prompts`, each response
-    is a piece.
-
-    With `share_prompts`, a group is cut into pieces of at most `longest` tokens by first-fit-decreasing. A piece also
-    has at most `responses` tokens without the prompt (0: no limit). If the longest response exceeds these limits, its
-    length becomes the limit of its group.
-    """
+    is a piece. With `share_prompts`, a group is cut into pieces of at most `longest` tokens by first-fit-decreasing. A
+    piece also has at most `responses` tokens without the prompt (0: no limit). If the longest response exceeds these
+    limits, its length becomes the limit of its group."""
     pieces: list[Piece] = []
     for number, (_, prompt, sizes, patches) in enumerate(items):
         if share_prompts:
@@ -263,11 +260,9 @@ class Share:
 
     def cut(self, processes: int) -> list[Share]:
         """Returns the shares of `processes` processes. A share has the rows of the process's devices, and the groups of
-        these rows. A process needs the groups that have a token or a frame on one of its devices.
-
-        Shares keep the order of groups, which numbers the media, so that all processes compute the same exchange of
-        vision features (`sharding.spread.route`).
-        """
+        these rows. A process needs the groups that have a token or a frame on one of its devices. Shares keep the order
+        of groups, which numbers the media, so that all processes compute the same exchange of vision features
+        (`sharding.spread.route`)."""
         count, shares = len(self.shards) // processes, list[Share]()
         for process in range(processes):
             shards = range(process * count, (process + 1) * count)

@@ -33,11 +33,9 @@ EVEN, NEARLY_EVEN = 1.03, 1.06
 
 
 class Spreading:
-    """Plans microbatches in which one device, or several together, compute each sequence.
-
-    The heads of `text` bound the degrees (None: no bound). Raises ConfigError for a degree that the devices or the
-    heads do not allow, and for a calibration that is unreadable or lacks a degree.
-    """
+    """Plans microbatches in which one device, or several together, compute each sequence. The heads of `text` bound the
+    degrees (None: no bound). Raises ConfigError for a degree that the devices or the heads do not allow, and for a
+    calibration that is unreadable or lacks a degree."""
 
     def __init__(
         self, config: Config, num_devices: int, room: Room, text: TextConfig | None, shapes: ShapeBook
@@ -86,12 +84,10 @@ class Spreading:
         raise ConfigError(_explained(failures[0])) from failures[0]
 
     def _part(self, groups: Sequence[TrainGroup], pieces: Sequence[Piece], frame: int) -> Part:
-        """Returns the microbatch of these pieces.
-
-        Plans are tried for the rows of compiled programs, then for rows slightly longer than a device's mean tokens. If
-        no such plan is even, the planner chooses freely, unless a nearly even plan saves a program. With measured costs
-        (`sharding.calibration`) the planner always chooses freely, because given rows would overrule the costs.
-        """
+        """Returns the microbatch of these pieces. Plans are tried for the rows of compiled programs, then for rows
+        slightly longer than a device's mean tokens. If no such plan is even, the planner chooses freely, unless a
+        nearly even plan saves a program. With measured costs (`sharding.calibration`) the planner always chooses
+        freely, because given rows would overrule the costs."""
         tokens, squares = [piece.tokens for piece in pieces], [piece.squares for piece in pieces]
         room, mean = self._room.tokens, sum(tokens) / self._num_devices
         known = self._shapes.columns(self._num_devices, int(TIGHT * mean), min(int(LOOSE * mean), room))[:TRIES]

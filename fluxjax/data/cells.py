@@ -40,10 +40,8 @@ class OtherVersion(CellError):
 
 
 def open_parquet(path: str) -> pq.ParquetFile:
-    """Opens a local file or a URL. Raises OSError.
-
-    Local files aren't memory-mapped, because values that were read must not change when a file is overwritten.
-    """
+    """Opens a local file or a URL. Raises OSError. Local files aren't memory-mapped, because values that were read must
+    not change when a file is overwritten."""
     system, place = filesystem(path) if is_url(path) else (None, path)
     with reaching(path):
         return pq.ParquetFile(place, filesystem=system, pre_buffer=system is not None)

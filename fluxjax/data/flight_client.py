@@ -42,11 +42,9 @@ class PlaceRefuses(DataError):
 
 
 class FlightPlace:
-    """The preprocessor at `address` (HOST:PORT). Each question carries `settings`; the first question connects.
-
-    A method raises PlaceSilent if its question is not answered within `seconds`. The methods may be called from any
-    thread. They raise PlaceLost, PlaceRefuses, and DataError for a failure within the preprocessor.
-    """
+    """The preprocessor at `address` (HOST:PORT). Each question carries `settings`; the first question connects. A
+    method raises PlaceSilent if its question is not answered within `seconds`. The methods may be called from any
+    thread. They raise PlaceLost, PlaceRefuses, and DataError for a failure within the preprocessor."""
 
     def __init__(self, address: str, settings: MediaSettings, token: str = "") -> None:
         self.address, self._settings = address, settings

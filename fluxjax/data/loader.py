@@ -28,10 +28,8 @@ _ENDLESS = 1 << 40  # more draws than any run makes
 
 
 def open_sources(config: Config) -> dict[str, Source]:
-    """Opens the training records of every source. Builds embedded data sets that are missing.
-
-    Raises `DataError` for files that cannot be used, and for a source that is neither embedded nor has a path.
-    """
+    """Opens the training records of every source. Builds embedded data sets that are missing. Raises `DataError` for
+    files that cannot be used, and for a source that is neither embedded nor has a path."""
     return {name: _open(config, name, source.path, "train.jsonl") for name, source in config.data.sources.items()}
 
 
@@ -147,11 +145,9 @@ class PromptLoader:
         return {name: digest_of(source) for name, source in self.sources.items()}
 
     def resume(self, seed: int, mixtures: list[Mixture], draw: int) -> None:
-        """Continues the order of a checkpoint from `draw` on.
-
-        Other weights, more sources and fewer sources are allowed. Each source then continues after its last draw, in a
-        new mixture. Raises `DataError` if the seed or the size of a source differs.
-        """
+        """Continues the order of a checkpoint from `draw` on. Other weights, more sources and fewer sources are
+        allowed. Each source then continues after its last draw, in a new mixture. Raises `DataError` if the seed or the
+        size of a source differs."""
         if seed != self.seed:
             raise DataError(f"the checkpoint was made with seed {seed}; resume it with that, not {self.seed}")
         for name, size in itertools.chain.from_iterable(mixture["sizes"].items() for mixture in mixtures):

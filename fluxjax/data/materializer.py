@@ -36,12 +36,9 @@ class Materialized:
 
 class Materializer:
     """Fetches the pixels of expected batches in the order of their use. At most `ahead` fetched batches wait to be
-    read, to bound the memory.
-
-    The materializer's thread calls `fetch` for expected shadows, the reading thread for other shadows. `note` gets the
-    start and the end of each fetch, by `time.perf_counter`, and the number of bytes. `read` raises the errors of
-    `fetch`; a MediaError becomes a DataError that names the file.
-    """
+    read, to bound the memory. The materializer's thread calls `fetch` for expected shadows, the reading thread for
+    other shadows. `note` gets the start and the end of each fetch, by `time.perf_counter`, and the number of bytes.
+    `read` raises the errors of `fetch`; a MediaError becomes a DataError that names the file."""
 
     def __init__(
         self, fetch: Fetch, ahead: int = 2, note: Callable[[float, float, int], None] = lambda start, end, bytes: None

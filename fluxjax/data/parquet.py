@@ -35,10 +35,8 @@ _FOLDERS = {"", "data", "default"}  # folder names that do not name a subset
 
 class ParquetSource:
     """Reads one file, or the files that `chosen_files` chooses. `path` is a file, folder or pattern, local or a URL.
-
     Media columns may hold one item or a list; an item is bytes, a path relative to the file's folder, or a struct of
-    `bytes` and `path`. Raises `DataError` for unreadable files, wrong columns and duplicate ids.
-    """
+    `bytes` and `path`. Raises `DataError` for unreadable files, wrong columns and duplicate ids."""
 
     def __init__(
         self, path: str | pathlib.Path, name: str, fields: Fields | None = None, held_out: bool = False
@@ -186,10 +184,8 @@ def split_of(path: str) -> str:
 
 def chosen_files(path: str, held_out: bool = False) -> list[str]:
     """Returns the parquet files of a folder or of a pattern, sorted by name. If a folder has several splits, returns
-    only files of the training split, or with `held_out` only files of the other split.
-
-    Raises `DataError` if there are no files or the choice is not clear, and OSError if the folder can't be read.
-    """
+    only files of the training split, or with `held_out` only files of the other split. Raises `DataError` if there are
+    no files or the choice is not clear, and OSError if the folder can't be read."""
     if "*" in posixpath.basename(path) and not is_folder(path):
         if not (names := matching(parent(path), posixpath.basename(path))):
             raise DataError(f"{path}: no file has such a name")

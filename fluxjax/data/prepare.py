@@ -248,11 +248,9 @@ class ReadAhead(Generic[Item]):
 
 
 class Preparer:
-    """The runtime's source of prompts. Threads prepare prompts ahead, in the order of draws.
-
-    `state_dict` counts the draws handed out, not the draws read ahead. Prompts that cannot be used are returned with a
-    reason, and count as draws. Only one call of `draw` may run at a time.
-    """
+    """The runtime's source of prompts. Threads prepare prompts ahead, in the order of draws. `state_dict` counts the
+    draws handed out, not the draws read ahead. Prompts that cannot be used are returned with a reason, and count as
+    draws. Only one call of `draw` may run at a time."""
 
     def __init__(
         self,
@@ -289,11 +287,9 @@ class Preparer:
         self._patience = min(_HOPELESS, 2 * sum(map(len, loader.sources.values())))
 
     async def draw(self, count: int) -> Sorted:
-        """Returns the next `count` draws: prepared prompts, and skipped prompts with reasons.
-
-        Raises `DataError` if a file cannot be read, or if too many draws in a row, or more than the share `MAX_SKIPPED`
-        of all draws, are skipped.
-        """
+        """Returns the next `count` draws: prepared prompts, and skipped prompts with reasons. Raises `DataError` if a
+        file cannot be read, or if too many draws in a row, or more than the share `MAX_SKIPPED` of all draws, are
+        skipped."""
         items = self._taken_at_once(count)
         if items is None:
             items = await asyncio.to_thread(self._take, count)

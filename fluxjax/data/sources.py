@@ -61,11 +61,9 @@ class Fields:
 
 def resolve(found: Iterable[str], wanted: Fields, where: str, empty: Container[str] = ()) -> Fields:
     """Returns the names of the fields, out of the names `found` in a file or line. The fields in `empty` hold nothing.
-    Every error message begins with `where`.
-
-    Raises `DataError` if a name given in `wanted` is absent, or if prompt or answer cannot be found. Raises `DataError`
-    if several fields hold images (or videos), or if an unused name resembles that of a missing media field.
-    """
+    Every error message begins with `where`. Raises `DataError` if a name given in `wanted` is absent, or if prompt or
+    answer cannot be found. Raises `DataError` if several fields hold images (or videos), or if an unused name resembles
+    that of a missing media field."""
     names = list(found)
     result: dict[str, str] = {}
     for role, aliases in ALIASES.items():
@@ -163,9 +161,8 @@ def _refused(id: object, reason: str, where: str, field: str, record: Mapping[st
 
 def _marked(id: str, source: str, text: str, answer: str, media: Mapping[MediaKind, Sequence[Media]]) -> Prompt:
     """Returns a prompt whose media stand in the order of the marks. A text without marks gets the marks of all media at
-    its begin. If `media` is empty (no media field), marks in the text are plain words.
-
-    Raises `ValueError` with a short reason if marks and media disagree, or if the prompt is empty."""
+    its begin. If `media` is empty (no media field), marks in the text are plain words. Raises `ValueError` with a short
+    reason if marks and media disagree, or if the prompt is empty."""
     if not text and not any(media.values()):
         raise ValueError("an empty prompt")
     if not media:
@@ -252,10 +249,8 @@ def given(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, Source]:
 class JsonlSource(PromptList):
     """A manifest with one JSON object a line, such as `{"id": "a", "prompt": "<image>How many?", "answer": "3",
     "images": ["images/a.png"]}`. A media path is relative to the manifest's folder, or a URL. The manifest may be a
-    URL, too.
-
-    All lines are checked when the file is opened, without reading media. Raises `DataError` for a line that is no
-    record or lacks a field, and if no record can be used."""
+    URL, too. All lines are checked when the file is opened, without reading media. Raises `DataError` for a line that
+    is no record or lacks a field, and if no record can be used."""
 
     def __init__(self, path: str | pathlib.Path, name: str, fields: Fields | None = None) -> None:
         path = local(str(path))

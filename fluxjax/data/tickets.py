@@ -31,11 +31,8 @@ class StaleTicket(MediaError):
 
 @dataclasses.dataclass(frozen=True)
 class MediaRef:
-    """An image or a video file by reference.
-
-    `path` is a local file, or any URL that fsspec opens. In a parquet file, `cell` names one medium, as
-    `COLUMN/ROW/INDEX`. `stamp` is the version of the file.
-    """
+    """An image or a video file by reference. `path` is a local file, or any URL that fsspec opens. In a parquet file,
+    `cell` names one medium, as `COLUMN/ROW/INDEX`. `stamp` is the version of the file."""
 
     kind: str  # "image" or "video"
     path: str
@@ -67,18 +64,14 @@ def current_stamp(path: str) -> str:
 
 def check_ref(ref: MediaRef) -> None:
     """Raises StaleTicket if the file is not in the referenced version, MediaError if its version can't be read.
-
-    Decoders of local files call `check_ref` again after decoding, because the file may have changed meanwhile.
-    """
+    Decoders of local files call `check_ref` again after decoding, because the file may have changed meanwhile."""
     if (now := current_stamp(ref.path)) != ref.stamp:
         raise StaleTicket(ref.name, f"has changed (it is version {now}, not {ref.stamp})")
 
 
 def read_ref(ref: MediaRef) -> Source:
     """Returns what a decoder reads: the path of a local file, or the bytes of a parquet cell or of a URL. Blocks.
-
-    Raises StaleTicket if the file is not in the referenced version, MediaError if the file can't be read.
-    """
+    Raises StaleTicket if the file is not in the referenced version, MediaError if the file can't be read."""
     if ref.cell:
         return _read_cell(ref)
     if not is_url(ref.path):

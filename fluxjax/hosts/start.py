@@ -24,11 +24,9 @@ GRACE = 5.0  # seconds in which a process ends itself when another has failed; t
 
 def join(settings: DistributedConfig) -> Team:
     """Returns a `Gang` with links to the other processes, or a `Team` if there are no other processes. Must be called
-    before JAX is used.
-
-    Raises LinkError if the processes do not find each other. After five minutes, or after `progress_timeout` seconds if
-    this is sooner, ends this process with `LOST`, because a wait within JAX can't be given up.
-    """
+    before JAX is used. Raises LinkError if the processes do not find each other. After five minutes, or after
+    `progress_timeout` seconds if this is sooner, ends this process with `LOST`, because a wait within JAX can't be
+    given up."""
     settings = found(settings, os.environ)
     if settings.processes == 1:
         return Team()
@@ -59,11 +57,8 @@ def join(settings: DistributedConfig) -> Team:
 
 def found(settings: DistributedConfig, environment: Mapping[str, str]) -> DistributedConfig:
     """Returns the settings, completed from the environment of Open MPI or Slurm. A rank of `mpirun`, or a task of
-    `srun`, is a process of the run. Without Open MPI and Slurm, the run has one process.
-
-    Raises ConfigError if Open MPI does not say where `mpirun` was started. On Kubernetes and SkyPilot, the command line
-    has the settings (deploy/).
-    """
+    `srun`, is a process of the run. Without Open MPI and Slurm, the run has one process. Raises ConfigError if Open MPI
+    does not say where `mpirun` was started. On Kubernetes and SkyPilot, the command line has the settings (deploy/)."""
     if settings.processes:
         return settings
     for look in (_open_mpi, _slurm):  # Open MPI first, because its daemons are tasks in an allocation of Slurm

@@ -51,10 +51,8 @@ class TrainingPhase(NamedTuple):
 
 
 class Gradients:
-    """Computes gradients and log-probs on `mesh`. A program is compiled at its first use with each batch shape.
-
-    `links` connect to the other processes, if there are several processes and `sharding.strategy` is `odc`.
-    """
+    """Computes gradients and log-probs on `mesh`. A program is compiled at its first use with each batch shape. `links`
+    connect to the other processes, if there are several processes and `sharding.strategy` is `odc`."""
 
     def __init__(
         self,

@@ -45,12 +45,10 @@ _ADDED = ("trained_tokens", "skipped_nonfinite", "seconds/idle")
 
 
 class Learner:
-    """Trains `model` with an algorithm's `token_loss`.
-
-    `params` are never overwritten in place, because an engine or a checkpoint may still use them. The optimizer's
-    moments are overwritten. `version` counts the training steps of the present phase (`reset`). The learner of an
-    abstract model is abstract: it allocates nothing, and its programs can be compiled (`lowered`) but not run.
-    """
+    """Trains `model` with an algorithm's `token_loss`. `params` are never overwritten in place, because an engine or a
+    checkpoint may still use them. The optimizer's moments are overwritten. `version` counts the training steps of the
+    present phase (`reset`). The learner of an abstract model is abstract: it allocates nothing, and its programs can be
+    compiled (`lowered`) but not run."""
 
     gradients_kind: type[Gradients] = Gradients
     gradients: Gradients  # programs of this phase, on the learner's mesh
@@ -109,11 +107,8 @@ class Learner:
         never_sampled: tuple[int, ...] = (),
     ) -> None:
         """Begins a phase, which is the warm start or RL. Parameters stay, and optimizer, schedule and version start
-        afresh.
-
-        `optim` and `steps` (the length of the schedule in optimizer steps) are those of the configuration by default.
-        `temperature`, for log-probs, is by default the rollout's, or 1 if rollouts are greedy.
-        """
+        afresh. `optim` and `steps` (the length of the schedule in optimizer steps) are those of the configuration by
+        default. `temperature`, for log-probs, is by default the rollout's, or 1 if rollouts are greedy."""
         config = self.config
         optim = optim or config.optim
         temperature = config.rollout.fixed_temperature if temperature is None else temperature
@@ -339,9 +334,8 @@ def learning_rate(optim: OptimConfig, steps: int) -> optax.Schedule:
 
 def optimizer(optim: OptimConfig, schedule: optax.Schedule, decayed: Params) -> optax.GradientTransformationExtraArgs:
     """Returns AdamW after clipping by the global norm (`max_grad_norm` 0: no clipping). Decoupled weight decay applies
-    to weights that are True in `decayed`.
-
-    `update` with `finite=False` leaves the moments as they are. The last part of the state counts optimizer steps."""
+    to weights that are True in `decayed`. `update` with `finite=False` leaves the moments as they are. The last part of
+    the state counts optimizer steps."""
     return optax.chain(
         _clip(optim.max_grad_norm or math.inf),
         _adam(optim),
@@ -384,11 +378,9 @@ def _decay(weight_decay: float, decayed: Params) -> optax.GradientTransformation
 
 
 def _adam(optim: OptimConfig) -> optax.GradientTransformationExtraArgs:
-    """Scales as `optax.scale_by_adam`, with moments in `moments_dtype` that overwrite the old moments.
-
-    Updates are computed from the rounded moments. A barrier finishes all moments first. Otherwise XLA would compute the
-    moments twice, for the update and for the state, and hold old and new moments of all weights at once.
-    """
+    """Scales as `optax.scale_by_adam`, with moments in `moments_dtype` that overwrite the old moments. Updates are
+    computed from the rounded moments. A barrier finishes all moments first. Otherwise XLA would compute the moments
+    twice, for the update and for the state, and hold old and new moments of all weights at once."""
     dtype, trees = optim.moments_dtype.value, optax.tree_utils
 
     def init(params: optax.Params) -> optax.ScaleByAdamState:

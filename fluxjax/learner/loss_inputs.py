@@ -73,11 +73,9 @@ def coupled(
     team: Team,
 ) -> tuple[Composition, Mapping[str, float]]:
     """Returns the composition with the negated slopes of the algorithm's loss as advantages, and the metrics of
-    `couple`.
-
-    `logprobs_BT` are those of the policy before the next optimizer step. Only process 0 calls `couple`, has `groups`
-    (of all processes, with advantages) and returns metrics. Slopes are divided by the tokens' loss weights, which
-    cancel in the loss. Collective."""
+    `couple`. `logprobs_BT` are those of the policy before the next optimizer step. Only process 0 calls `couple`, has
+    `groups` (of all processes, with advantages) and returns metrics. Slopes are divided by the tokens' loss weights,
+    which cancel in the loss. Collective."""
     metrics: dict[str, float] = {}
 
     def couple(keys: Sequence[Key], sums: Arrays) -> Arrays:
@@ -103,11 +101,9 @@ def with_logprobs(composition: Composition, field: str, logprobs_BT: PerToken) -
 
 def with_policy_ratios(composition: Composition, logprobs_BT: PerToken, decoupled: bool, team: Team) -> Composition:
     """Returns the composition with each response's mean of log(policy / clipping centre) at all tokens of the response.
-
     `logprobs_BT` are those of the policy with which the next optimizer step begins. The clipping centre is the
     behaviour policy or, if `decoupled`, the proximal policy. A batch without proximal log-probs uses its `logprobs_BT`.
-    Collective.
-    """
+    Collective."""
     batches = composition.batches
     around_BT = [batch.behaviour_logprobs_BT for batch in batches]
     if decoupled:
@@ -123,11 +119,9 @@ def with_importance(
     composition: Composition, logprobs_BT: PerToken, importance: ImportanceConfig, team: Team
 ) -> Composition:
     """Returns the composition prepared for importance weights that depend on other tokens (`ImportanceConfig.whole`).
-
     `logprobs_BT` are those of the weights to be trained, `[B, T]` for each microbatch. With the level `sequence`, every
     token gets the mean log-ratio of its response. With `normalize`, advantages are divided by the mean weight of all
-    tokens, which scales every policy objective. Collective.
-    """
+    tokens, which scales every policy objective. Collective."""
     batches, lengths = composition.batches, composition.lengths
     behaviour = composition.of_responses([batch.behaviour_logprobs_BT for batch in batches], np.float64)
     ratios = log_ratio(composition.of_responses(logprobs_BT, np.float64), behaviour)
@@ -162,10 +156,9 @@ def _mean(values: np.ndarray, team: Team) -> np.float64:
 def by_response(
     team: Team, compositions: Sequence[Composition], sums: Sequence[Arrays], decide: OfResponses
 ) -> list[dict[str, np.ndarray]]:
-    """Returns, for each composition, a number for each response, which process 0 gets from `decide`.
-
-    `sums` has, for each composition, sums over each response's tokens in this process. `decide` gets the sums over all
-    processes. A response without a token in this process gets 0."""
+    """Returns, for each composition, a number for each response, which process 0 gets from `decide`. `sums` has, for
+    each composition, sums over each response's tokens in this process. `decide` gets the sums over all processes. A
+    response without a token in this process gets 0."""
 
     def of_tokens(keys: Sequence[Key], counts: np.ndarray, parts: Arrays) -> Arrays:
         which = np.repeat(np.arange(len(keys)), counts)

@@ -78,9 +78,8 @@ class Portion:
 
 
 class PolicyTrainer:
-    """Makes training steps over scored groups.
-
-    Gradients of some groups may be computed before the step is complete, also on the devices of engines."""
+    """Makes training steps over scored groups. Gradients of some groups may be computed before the step is complete,
+    also on the devices of engines."""
 
     def __init__(
         self,

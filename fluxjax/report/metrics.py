@@ -75,10 +75,8 @@ def dump_samples(
 
 @dataclasses.dataclass
 class Summary:
-    """The results of a run. Accuracies are, for each source, shares of right greedy answers to held-out prompts.
-
-    Every checkpoint holds the summary, so that the summary of a resumed run covers the complete run.
-    """
+    """The results of a run. Accuracies are, for each source, shares of right greedy answers to held-out prompts. Every
+    checkpoint holds the summary, so that the summary of a resumed run covers the complete run."""
 
     name: str = ""
     complete: bool = False  # False if the run was stopped early and can be resumed

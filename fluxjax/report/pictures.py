@@ -44,10 +44,8 @@ def learning_curve(
     records: Sequence[Mapping[str, Any]], controls: Mapping[str, Mapping[str, float]], file: pathlib.Path
 ) -> None:
     """Draws held-out accuracy (points) and smoothed training accuracy (lines) of each source against the RL step.
-
     `records` are the lines of `metrics.jsonl`. `controls` is `{"blind": {source: accuracy}, "chance": {source:
-    accuracy}}`.
-    """
+    accuracy}}`."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     training = [r for r in records if r["phase"] == "rl"]
@@ -128,11 +126,9 @@ class MediumBar:
 
 
 def bars_of(history: Iterable[Transition], end: float) -> list[MediumBar]:
-    """Returns the bars of a history up to `end`. Bars that began before the history are left out.
-
-    A preprocessor that has measured a medium counts as its holder until the preprocessor is lost. The history does not
-    record dropped media.
-    """
+    """Returns the bars of a history up to `end`. Bars that began before the history are left out. A preprocessor that
+    has measured a medium counts as its holder until the preprocessor is lost. The history does not record dropped
+    media."""
     rows: dict[Hashable, int] = {}
     looks: dict[Hashable, tuple[str, float]] = {}  # by medium: the preprocessor, and the start
     holds: dict[Hashable, tuple[str, float]] = {}

@@ -71,10 +71,8 @@ class ReportedRun(Run, Protocol):
 
 class Callback:
     """The base class of a user's callbacks. All methods run on the event loop of the run, and should be short.
-    `on_checkpoint` is called after the writing of a checkpoint has begun. `trainer` is the `FluxTrainer`.
-
-    An exception in a callback ends the run. `trainer.stop()` ends the run cleanly, with a checkpoint.
-    """
+    `on_checkpoint` is called after the writing of a checkpoint has begun. `trainer` is the `FluxTrainer`. An exception
+    in a callback ends the run. `trainer.stop()` ends the run cleanly, with a checkpoint."""
 
     def on_fit_start(self, trainer: Run) -> None: ...
     def on_step(self, trainer: Run, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> None: ...

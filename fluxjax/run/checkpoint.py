@@ -129,10 +129,8 @@ class Checkpoints:
 
     def write(self, step: int, arrays: PyTree, state: dict[str, Any]) -> None:
         """Starts writing, after `may_save` returned True. Returns when the arrays are copied and may be donated. Only
-        the `state` of process 0 is written. Collective.
-
-        A failure, such as a full disk, is logged and added to `failed`, and the run goes on. In a run of several
-        processes, raises `ResumeError` instead."""
+        the `state` of process 0 is written. Collective. A failure, such as a full disk, is logged and added to
+        `failed`, and the run goes on. In a run of several processes, raises `ResumeError` instead."""
         args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), state=ocp.args.JsonSave(state))
         try:
             self._damage.pop(step, None)
@@ -162,11 +160,9 @@ class Checkpoints:
         self, abstract: PyTree, step: int | None = None, make_room: Callable[[], None] = lambda: None
     ) -> tuple[int, PyTree, dict[str, Any]]:
         """Reads the checkpoint of `step` (default: the newest undamaged checkpoint) as `(step, arrays, state)`.
-
         `abstract` is a pytree of `ShapeDtypeStruct` with the shardings of this run. `make_room` is called after the
-        arrays' shapes are checked, before any array is read. Raises `ResumeError` if there is no undamaged
-        checkpoint, or if its arrays do not fit the model of the configuration.
-        """
+        arrays' shapes are checked, before any array is read. Raises `ResumeError` if there is no undamaged checkpoint,
+        or if its arrays do not fit the model of the configuration."""
         self.wait()  # Orbax can't describe a checkpoint that is still being written
         step = self.chosen() if step is None else step
         args = ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract), state=ocp.args.JsonRestore())

@@ -128,12 +128,10 @@ class Follower:
 
 
 def follow(gang: Team, algorithm: object) -> None:
-    """Takes part in the run that process 0 begins, until process 0 ends the run.
-
-    `algorithm` is the `algorithm.name` of this process, which may be an object that process 0 can't send. Logs to
-    `RUN/processes/process-N.log`. Serves metrics of this process if `report.prometheus` is set. Raises ConfigError if
-    this host does not see the run's folder or the port is taken. Raises the errors of `Follower.obey`.
-    """
+    """Takes part in the run that process 0 begins, until process 0 ends the run. `algorithm` is the `algorithm.name` of
+    this process, which may be an object that process 0 can't send. Logs to `RUN/processes/process-N.log`. Serves
+    metrics of this process if `report.prometheus` is set. Raises ConfigError if this host does not see the run's folder
+    or the port is taken. Raises the errors of `Follower.obey`."""
     assert isinstance(gang, Gang)
     orders = gang.orders()
     start = next(orders)

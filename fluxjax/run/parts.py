@@ -242,10 +242,8 @@ class HeldOut:
 
     async def accuracy(self, engine: Engine, limit: int | None = None, *, blind: bool = False) -> dict[str, float]:
         """Returns, for each source, the share of right greedy answers to the first `limit` prompts. Raises
-        EvaluationGivenUp if the run should stop before all answers are scored.
-
-        `blind` gives every pixel the mean colour (zero after normalisation), to measure the accuracy without sight.
-        """
+        EvaluationGivenUp if the run should stop before all answers are scored. `blind` gives every pixel the mean
+        colour (zero after normalisation), to measure the accuracy without sight."""
         asked = [(source, p) for source, prompts in self.prompts.items() for p in prompts[:limit]]
         await engine.pause()  # all requests form one deterministic batch, as in training
         answers = [asyncio.ensure_future(self._answer(engine, i, p, blind)) for i, (_, p) in enumerate(asked)]

@@ -27,10 +27,8 @@ AHEAD = 2  # microbatches whose pixels are fetched ahead
 
 
 class Pixels:
-    """The media store and the materializer of one process.
-
-    The creation of a `Pixels` is collective, because processes exchange the addresses of their preprocessors.
-    """
+    """The media store and the materializer of one process. The creation of a `Pixels` is collective, because processes
+    exchange the addresses of their preprocessors."""
 
     def __init__(
         self,
@@ -113,11 +111,8 @@ class Pixels:
         self._first_batch = first
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics `data/...` of `metrics.jsonl` since the last call.
-
-        Counts of preprocessors cover all processes, and are a few seconds old. All other counts are of this process
-        alone.
-        """
+        """Returns the metrics `data/...` of `metrics.jsonl` since the last call. Counts of preprocessors cover all
+        processes, and are a few seconds old. All other counts are of this process alone."""
         known = self.store.known if isinstance(self.store, FlightStore) else time.perf_counter()
         metrics = self._metrics.since_last(self.materializer.totals, self.store.stats(), known, self.preprocessors())
         if self._first_batch is not None:

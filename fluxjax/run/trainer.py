@@ -245,10 +245,8 @@ class FluxTrainer:
             self._runtime.request_stop(_STOPPED)
 
     def save_checkpoint(self) -> None:
-        """Saves the state after `fit` or `load_checkpoint`, and waits for the disk.
-
-        Raises `ResumeError` if the state cannot be written, and before the first call of `fit` or `load_checkpoint`.
-        """
+        """Saves the state after `fit` or `load_checkpoint`, and waits for the disk. Raises `ResumeError` if the state
+        cannot be written, and before the first call of `fit` or `load_checkpoint`."""
         self.state.save_now()
         checkpoints = self.parts.checkpoints
         if not checkpoints.wait():
@@ -257,10 +255,8 @@ class FluxTrainer:
     def load_checkpoint(self, step: int | None = None) -> int:
         """Restores a checkpoint of this run folder, by default the newest undamaged checkpoint, onto this trainer's
         mesh. `fit` then goes on from the checkpoint. Returns the step. Raises `ResumeError` if there is no checkpoint,
-        or if it fits another model.
-
-        The learner's arrays are freed before the checkpoint's arrays are read, except for arrays that an engine
-        serves."""
+        or if it fits another model. The learner's arrays are freed before the checkpoint's arrays are read, except for
+        arrays that an engine serves."""
         return self.state.load(step)
 
     def close(self) -> None:

@@ -74,12 +74,10 @@ def attention(
     *,
     whole_scores: int = WHOLE_SCORES,
 ) -> Float[Array, "B T N H"]:
-    """Grouped-query attention. Scores and softmax are float32.
-
-    A query that reaches no key (padding) returns zeros, and its gradient is zero. More than `whole_scores` scores (rows
-    x heads x queries x keys) are computed for one chunk of queries at a time, and again in the backward pass. Memory is
-    then linear in the length. On NVIDIA GPUs, `flash` computes with a `Mask`, and holds no scores in memory.
-    """
+    """Grouped-query attention. Scores and softmax are float32. A query that reaches no key (padding) returns zeros, and
+    its gradient is zero. More than `whole_scores` scores (rows x heads x queries x keys) are computed for one chunk of
+    queries at a time, and again in the backward pass. Memory is then linear in the length. On NVIDIA GPUs, `flash`
+    computes with a `Mask`, and holds no scores in memory."""
     if isinstance(mask, Mask) and flash.chosen(q, k, v):
         visits = mask.visits or flash.visits_of(mask.segments, mask.branches, mask.causal, q, k.shape[1] - q.shape[1])
         return flash.flash_attention(q, k, v, visits)
@@ -130,10 +128,7 @@ def segment_attention(
     bound: int = 0,
 ) -> Float[Array, "P N H"]:
     """Bidirectional attention within segments. The static `bound` is at least the length of the longest segment, or 0
-    if the length is unknown.
-
-    A `bound` smaller than a segment cuts the segment silently. Padding returns zeros.
-    """
+    if the length is unknown. A `bound` smaller than a segment cuts the segment silently. Padding returns zeros."""
     if bound and 3 * bound < q.shape[0] and not flash.chosen(q, k, v):
         return jax.checkpoint(functools.partial(_blocked, block=bound))(q, k, v, segments)
     return attention(q[None], k[None], v[None], Mask(segments[None], causal=False))[0]

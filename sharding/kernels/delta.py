@@ -72,10 +72,8 @@ def delta_rule(
     inputs: DeltaInputs, heads: DeltaHeads, runs: PackedRuns, state: DeltaState | None = None, block: int = BLOCK
 ) -> tuple[Float[Array, "B T V J"], DeltaState]:
     """Computes convolution and delta rule over packed rows. Returns (outputs, the state after each row's last run).
-
     Outputs are float32, and zero at padding. `runs` that were made with `given` need the `state` before the rows. The
-    backward pass computes `block` chunks at a time.
-    """
+    backward pass computes `block` chunks at a time."""
     x, runs = inputs.channels_BTX, jax.tree.map(jnp.asarray, runs)
     B, N, C = runs.columns_BNC.shape
     given = new_state(heads, B, x.dtype) if state is None else state
@@ -174,10 +172,8 @@ def _states(
     corrections: Array, reads: Array, writes: Array, decay: Array, start: Array, carry: tuple[Array, Array]
 ) -> tuple[Array, Array, tuple[Array, Array]]:
     """The recurrence from chunk to chunk. The argument `corrections` `[n, ..., C, J]` is that of chunks that begin with
-    S = 0. `reads @ S` is subtracted from `corrections`. The next state is `decay * S + writes^T @ corrections`.
-
-    Returns (the state S with which each chunk begins, corrections, carry).
-    """
+    S = 0. `reads @ S` is subtracted from `corrections`. The next state is `decay * S + writes^T @ corrections`. Returns
+    (the state S with which each chunk begins, corrections, carry)."""
     return _states_forward(corrections, reads, writes, decay, start, carry)[0]
 
 
@@ -246,10 +242,8 @@ _solved.defvjp(_solved_forward, _solved_backward)
 
 def _inverse(system: Array) -> Array:
     """`(I + system)^-1` of a strictly lower triangular `system`. The inverse of `[[A, 0], [B, D]]` is `[[A^-1, 0],
-    [-D^-1 B A^-1, D^-1]]`.
-
-    Powers of `system` are avoided, because they have large entries of both signs where keys repeat.
-    """
+    [-D^-1 B A^-1, D^-1]]`. Powers of `system` are avoided, because they have large entries of both signs where keys
+    repeat."""
     size = system.shape[-1]
     if size == 1:
         return jnp.ones_like(system)

@@ -153,11 +153,9 @@ def _call(
 def tile_table(
     segments: Int[Array, "B S"], branches: Int[Array, "B S"], queries: int, keys: int, causal: bool
 ) -> tuple[Bool[Array, "B Q K"], Bool[Array, "B Q K"]]:
-    """Returns the tiles in which any query may reach a key, and the tiles in which every query reaches every key.
-
-    S is a multiple of the tiles' sizes. The first table has every needed tile. It also has needless tiles at borders of
-    segments, where branches are not compared, and in rows whose segment numbers do not ascend.
-    """
+    """Returns the tiles in which any query may reach a key, and the tiles in which every query reaches every key. S is
+    a multiple of the tiles' sizes. The first table has every needed tile. It also has needless tiles at borders of
+    segments, where branches are not compared, and in rows whose segment numbers do not ascend."""
     most = jnp.iinfo(jnp.int32).max
 
     def ends(x: Array, size: int) -> tuple[Array, Array, Array]:

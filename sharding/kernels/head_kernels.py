@@ -49,12 +49,9 @@ def softmax_sums(
     D: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The grid is tiles of tokens in a group, parts of the vocabulary, groups of tiles. A program computes a tile and a
-    part.
-
-    Results are `[parts, T]`. `peaks` are the largest scores, and `totals` the sums of weights `2**(score - largest)`.
-    `slopes` are the sums of `weight * (score - largest)`, which lose no digits if scores are large. `hits` are the
-    targets' scores, or 0 if a target is in another part. `scale` turns logits into scores.
-    """
+    part. Results are `[parts, T]`. `peaks` are the largest scores, and `totals` the sums of weights `2**(score -
+    largest)`. `slopes` are the sums of `weight * (score - largest)`, which lose no digits if scores are large. `hits`
+    are the targets' scores, or 0 if a target is in another part. `scale` turns logits into scores."""
     token = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * TOKENS
     if token >= T:
         return
@@ -96,10 +93,8 @@ def logit_gradients(
 ):  # fmt: skip
     """The grid is tiles of tokens in a group, tiles of ids, groups of tiles. `head`, `allowed` and `targets` belong to
     a chunk of V ids, numbered from 0. `out` is `[T, WIDTH]` in the dtype of `hidden`, with zeros from V on. WIDTH is a
-    multiple of 16 and a constant for the compiler, so that a thread stores 16 bytes at once.
-
-    With `log2 p = score - normaliser`, a gradient is `[id == target] hit_grad - p (grad + entropy_grad log2 p)`.
-    """
+    multiple of 16 and a constant for the compiler, so that a thread stores 16 bytes at once. With `log2 p = score -
+    normaliser`, a gradient is `[id == target] hit_grad - p (grad + entropy_grad log2 p)`."""
     token = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * TOKENS
     if token >= T:
         return

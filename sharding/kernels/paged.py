@@ -35,11 +35,8 @@ def paged_attention(
     layer: int,
 ) -> Float[Array, "B N H"]:
     """Computes grouped-query attention of one token of each sequence over the first `length` (at least 1) entries of
-    its pages.
-
-    Page numbers after the last entry may be out of range. Scores, softmax and sums are float32. All entries of the
-    pages must be finite.
-    """
+    its pages. Page numbers after the last entry may be out of range. Scores, softmax and sums are float32. All entries
+    of the pages must be finite."""
     return (_by_parts if chosen(q, k, v) else _by_blocks)(q, k, v, pages, length, layer)
 
 

@@ -26,10 +26,8 @@ FLOOR = -1e20  # the least running maximum, which gives a query that reaches no 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The active tiles of a stream that is filled up to full tiles with padding (segment 0).
-
-    `pairs[:count]` are sorted pairs (query tile, key tile). The rest of `pairs` is never read.
-    """
+    """The active tiles of a stream that is filled up to full tiles with padding (segment 0). `pairs[:count]` are sorted
+    pairs (query tile, key tile). The rest of `pairs` is never read."""
 
     pairs: Any  # i32 [pairs, 2]
     count: Any  # i32 []
@@ -45,11 +43,8 @@ class Tiles:
 
 def tile_size(tokens: int) -> int:
     """Returns the size of a tile. A stream has at most 256 tiles. Small tiles skip more scores, large tiles need fewer
-    iterations.
-
-    On CPUs, 64 and 128 were the fastest sizes up to 4096 tokens. On other devices, larger tiles should outweigh the
-    launches of an iteration, which was not measured.
-    """
+    iterations. On CPUs, 64 and 128 were the fastest sizes up to 4096 tokens. On other devices, larger tiles should
+    outweigh the launches of an iteration, which was not measured."""
     least = (64 if tokens <= 512 else 128) if target().platform == "cpu" else 512
     at_256_tiles = 1 << max((tokens - 1).bit_length() - 8, 0)
     return min(max(least, at_256_tiles), -(-tokens // 8) * 8)

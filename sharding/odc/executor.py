@@ -82,11 +82,9 @@ class Task:
 
 
 class Worker:
-    """Runs the task of device `number`. `read` returns the host arrays of a batch.
-
-    `place` describes the present step. `tally` combines the results of all trained microbatches. `results` are the
-    results of forward passes without training, by the index of the batch.
-    """
+    """Runs the task of device `number`. `read` returns the host arrays of a batch. `place` describes the present step.
+    `tally` combines the results of all trained microbatches. `results` are the results of forward passes without
+    training, by the index of the batch."""
 
     def __init__(
         self, number: int, device: Device, task: Task, check: Callable[[], None], read: Callable[[PyTree], PyTree]
@@ -101,11 +99,8 @@ class Worker:
         self._computing = collections.deque[tuple[int, Key, int, Sequence[jax.Array]]]()  # (step, push's arguments)
 
     def run(self, window: Window, push: Push) -> None:
-        """Goes forward through each microbatch and, with a `push`, backward.
-
-        Gradients are pushed only after they are computed. Otherwise the owner's device, which works in order, would
-        wait for this device.
-        """
+        """Goes forward through each microbatch and, with a `push`, backward. Gradients are pushed only after they are
+        computed. Otherwise the owner's device, which works in order, would wait for this device."""
         for number, index in enumerate(self.task.indices):
             microbatch = self.task.microbatches[index]
             if push is None:
@@ -171,12 +166,10 @@ class Worker:
 
 
 class Odc:
-    """Computes the loss and the log-probs of `strategy` with weights that are fetched on demand.
-
-    Parameters and gradients are laid out as by `strategy`, which may also be used between two minibatches. A device
-    holds the complete weights of at most three steps (layers, or parts between two stacks of layers). While a minibatch
-    runs, each device also holds its part of the parameters in the compute dtype.
-    """
+    """Computes the loss and the log-probs of `strategy` with weights that are fetched on demand. Parameters and
+    gradients are laid out as by `strategy`, which may also be used between two minibatches. A device holds the complete
+    weights of at most three steps (layers, or parts between two stacks of layers). While a minibatch runs, each device
+    also holds its part of the parameters in the compute dtype."""
 
     last_seconds: dict[int, float]  # by local device: seconds of its part of the last minibatch
     idle: float  # mean seconds from the end of a local device's part to the end of the minibatch

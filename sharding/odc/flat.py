@@ -66,11 +66,9 @@ class Unit:
 
 
 class ParameterRows:
-    """The units of a strategy's parameters. Turns parameters into rows, and gradient rows into gradients.
-
-    Rows are sent in the compute dtype. `group` neighbouring devices (0: all) together hold one copy of all rows. Raises
-    MeshError if `group` devices are no group of the mesh.
-    """
+    """The units of a strategy's parameters. Turns parameters into rows, and gradient rows into gradients. Rows are sent
+    in the compute dtype. `group` neighbouring devices (0: all) together hold one copy of all rows. Raises MeshError if
+    `group` devices are no group of the mesh."""
 
     def __init__(self, strategy: Fsdp, group: int = 0) -> None:
         mesh = strategy.mesh

@@ -20,12 +20,10 @@ Whole = Callable[[Sequence[Row]], list[jax.Array]]  # rows of the owners -> comp
 
 
 class StagedMicrobatch(Program):
-    """The steps of batches of one shape (`stages`), and the compiled programs of these steps.
-
-    `keys[i]` are the keys (unit, layer) of the weights of step `i`. `back` has the numbers of the steps of the backward
-    pass, in order. `pushes` has the keys of all gradients, in the order of their pushes. A program is compiled at its
-    first use on each device.
-    """
+    """The steps of batches of one shape (`stages`), and the compiled programs of these steps. `keys[i]` are the keys
+    (unit, layer) of the weights of step `i`. `back` has the numbers of the steps of the backward pass, in order.
+    `pushes` has the keys of all gradients, in the order of their pushes. A program is compiled at its first use on each
+    device."""
 
     def __init__(
         self,
@@ -66,10 +64,7 @@ class StagedMicrobatch(Program):
 
 def _one_first(program: Callable) -> Callable:
     """Lets one thread call `program` first and alone if JAX caches compiled programs, so that all other threads read
-    the cache.
-
-    All devices reach a new program at about the same time, and each thread would compile the program.
-    """
+    the cache. All devices reach a new program at about the same time, and each thread would compile the program."""
     if not jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         return program
     lock, called = threading.Lock(), threading.Event()

@@ -36,10 +36,8 @@ Run = Callable[..., Sequence[jax.Array]]
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
     """`function(weights, inputs, layer)` computes a stage's outputs from complete weights (if `stacked`: of one layer).
-
     `weights` are the weights' indices among the leaves of the parameters. `active_in` and `active_out` are True for the
-    inputs and outputs that pass gradients, which are floats that may depend on weights.
-    """
+    inputs and outputs that pass gradients, which are floats that may depend on weights."""
 
     name: str
     function: Callable[[Arrays, Arrays, Layer], list[jax.Array]]
@@ -75,12 +73,10 @@ class StageError(ValueError):
 
 
 class Trace:
-    """The equations of `function(*args)`, whose arguments may be abstract (`ShapeDtypeStruct`) or traced.
-
-    `inputs` are the variables of the arguments' leaves, and `outputs` the variables or literals of the results' leaves.
-    `results` are the results' shapes. `constants` has the values (arrays, or traced values from outside the function)
-    of all other variables that the equations read.
-    """
+    """The equations of `function(*args)`, whose arguments may be abstract (`ShapeDtypeStruct`) or traced. `inputs` are
+    the variables of the arguments' leaves, and `outputs` the variables or literals of the results' leaves. `results`
+    are the results' shapes. `constants` has the values (arrays, or traced values from outside the function) of all
+    other variables that the equations read."""
 
     def __init__(self, function: Callable[..., PyTree], *args: PyTree) -> None:
         closed, self.results = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -180,12 +176,10 @@ def _shapes(tree: PyTree) -> PyTree:
 
 
 class Program:
-    """All steps of `function(params, batch)` in order. Both arguments may be abstract (`ShapeDtypeStruct`).
-
-    `inputs` are the slots of the batch's leaves. `outputs` are the slots of the function's results, or constants.
-    `tree` is the results' structure. Raises StageError for a stack that starts from a constant or a weight, or whose
-    layers all read one weight unsliced.
-    """
+    """All steps of `function(params, batch)` in order. Both arguments may be abstract (`ShapeDtypeStruct`). `inputs`
+    are the slots of the batch's leaves. `outputs` are the slots of the function's results, or constants. `tree` is the
+    results' structure. Raises StageError for a stack that starts from a constant or a weight, or whose layers all read
+    one weight unsliced."""
 
     def __init__(self, function: Callable[[Params, PyTree], PyTree], params: Params, batch: PyTree) -> None:
         self._trace = trace = Trace(function, params, batch)

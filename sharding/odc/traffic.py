@@ -101,11 +101,9 @@ class _Owner:
 
 
 class PushedGradients:
-    """Sums of pushed rows, in float32, on the devices that own the rows.
-
-    `orders` has, for each owner's device and each key, the order in which pushes are added (None: the order of
-    arrival). `check` is called while a push waits, and raises if the minibatch has failed.
-    """
+    """Sums of pushed rows, in float32, on the devices that own the rows. `orders` has, for each owner's device and each
+    key, the order in which pushes are added (None: the order of arrival). `check` is called while a push waits, and
+    raises if the minibatch has failed."""
 
     def __init__(
         self,

@@ -92,11 +92,8 @@ def _exception(names: list[str], message: str) -> Exception:
 
 
 class StandIn:
-    """Stands for a function, class or object of the code.
-
-    A stand-in equals only itself, and `bool` raises TypeError, so that an answer that is not plain data passes no
-    comparison.
-    """
+    """Stands for a function, class or object of the code. A stand-in equals only itself, and `bool` raises TypeError,
+    so that an answer that is not plain data passes no comparison."""
 
     def __init__(self, conversation: Conversation, number: int, path: tuple[str, ...] = ()) -> None:
         self.__dict__["_at"] = conversation, number, path
@@ -176,11 +173,8 @@ def run_tests(path: str) -> None:
 
 def wanted(tests: str, setup: str, entry_point: str) -> list[str]:
     """Returns the names, each once, that `setup` and the tests use and that only the code can define. A used
-    `entry_point` is always among these names.
-
-    Names of Python, and names that the tests or `setup` define or import, are left out. The code's own `abs` therefore
-    does not replace the tests' `abs`.
-    """
+    `entry_point` is always among these names. Names of Python, and names that the tests or `setup` define or import,
+    are left out. The code's own `abs` therefore does not replace the tests' `abs`."""
     nodes = [node for source in (complete(setup), tests) for node in ast.walk(ast.parse(source))]
     bound = set(dir(builtins))
     for node in nodes:

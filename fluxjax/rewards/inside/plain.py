@@ -41,10 +41,7 @@ def _refuse(value: Any) -> Any:
 
 def encode(value: Any, encode_object: Callable[[Any], Any] = _refuse) -> Any:
     """Returns a value that `json` can write. Subclasses become their built-in base type. `encode_object` encodes other
-    objects.
-
-    Raises `NotPlain` for an iterator that is too long and, by default, for other objects.
-    """
+    objects. Raises `NotPlain` for an iterator that is too long and, by default, for other objects."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -81,10 +78,8 @@ def _encode_items(values: Iterable[Any], encode_object: Callable[[Any], Any]) ->
 
 
 def decode(data: Any, object_at: Callable[[int], Any] = _refuse) -> Any:
-    """Returns the value that `encode` encoded. `object_at(n)` returns the object of `{"object": n}`.
-
-    Raises `NotPlain` for data that are not of this protocol.
-    """
+    """Returns the value that `encode` encoded. `object_at(n)` returns the object of `{"object": n}`. Raises `NotPlain`
+    for data that are not of this protocol."""
     if data is None or isinstance(data, bool | int | float | str):
         return data
     if isinstance(data, list):

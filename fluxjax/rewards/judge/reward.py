@@ -26,12 +26,9 @@ _SHOWN = 300  # characters at the end of a logged answer
 
 @dataclasses.dataclass(eq=False)
 class Judge(BuiltIn):
-    """Gives a model's verdict on the response, scaled from the rubric's scale to [0, 1].
-
-    `server` is the address of a server, or an object of the protocol `JudgeModel`. After an answer without a verdict,
-    the question is asked again with another seed. The value is the mean of the `votes` that have a verdict. The reward
-    fails if all votes fail.
-    """
+    """Gives a model's verdict on the response, scaled from the rubric's scale to [0, 1]. `server` is the address of a
+    server, or an object of the protocol `JudgeModel`. After an answer without a verdict, the question is asked again
+    with another seed. The value is the mean of the `votes` that have a verdict. The reward fails if all votes fail."""
 
     name = kind = "judge"
     counted = "answers", "answer_seconds", "unparsed", "retries"
