@@ -21,8 +21,8 @@ from ..config import Config, ConfigError
 from .fitted import Fit, fit_rows, lengths_between
 from .share import Item, Outline, Piece, Row, TrainGroup, check, chunks_needed, most_chunks, pieces_of
 
-# Least `packing.tokens_per_row`, in tokens, for fitted row lengths. With fewer tokens, they save less time than their
-# compilation takes.
+# Least `packing.tokens_per_row`, in tokens, for fitted row lengths. In shorter rows, fitted lengths save less time than
+# their compilation takes.
 LONG = 1024
 FEWER = 0.97  # a packing with fewer rows a microbatch must have less than this share of the best packing's cells
 SHORTEST = 16  # no row is shorter than `packing.tokens_per_row` divided by this number

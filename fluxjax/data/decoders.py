@@ -41,8 +41,7 @@ Keep: TypeAlias = Callable[[Medium, int, np.ndarray], None]
 
 @dataclasses.dataclass(frozen=True)
 class DecodeJob:
-    """A medium to decode. Without `medium`, the medium is decoded completely; else only its slices `first .. last -
-    1`."""
+    """A medium to decode, completely if `medium` is None, else only the slices `first` to `last - 1`."""
 
     name: str  # the medium's name in messages
     kind: str  # "image" or "video"

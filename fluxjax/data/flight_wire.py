@@ -28,7 +28,7 @@ MOST_REQUEST = 4 << 20  # most bytes of a question
 MOST_BATCH = 64 << 20  # most bytes of the patches of a range
 MOST_ANSWER = MOST_BATCH + (1 << 20)  # most bytes of a message to a client
 MOST_RANGES = 64  # most ranges of a question
-_MOST_WORDS = 1024  # most bytes of an error's path and reason together, which travel in a header
+_MOST_WORDS = 1024  # most bytes of an error's path, and of its reason, which travel in a header
 
 
 class BadQuestion(ValueError):

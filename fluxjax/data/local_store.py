@@ -130,7 +130,7 @@ class LocalStore:
         return type(verdict)(ref.name, verdict.reason)  # the verdict may name another file of equal content
 
     def _verdict(self, ref: MediaRef) -> Medium | MediaError:
-        """Returns the medium, or the lasting fault of its content. Raises MediaError for a fault that may pass."""
+        """Returns the medium, or the error of decoding its content. Raises MediaError if the content can't be read."""
         content = self._contents.get(_version(ref))
         if content and (verdict := self._verdicts.get((content, ref.kind))):
             return verdict

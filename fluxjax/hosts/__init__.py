@@ -1,2 +1,1 @@
-"""Several processes that train together, one on each host. Process 0 decides, and the other processes carry out its
-orders."""
+"""Several processes that train together. Process 0 decides, and the other processes carry out its orders."""

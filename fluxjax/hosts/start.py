@@ -19,7 +19,7 @@ from .gang import Gang
 FIRST_PORT, PORTS = 61440, 4096  # the ports of JAX's own coordinator, above the ports that systems assign
 START_SECONDS = 300.0  # seconds in which all processes must have connected
 SILENCE = 15.0  # seconds of silence after which a process counts as lost
-GRACE = 5.0  # seconds in which a process ends itself when another has failed; the supervisor waits for twice as long
+GRACE = 5.0  # seconds that a process takes to end itself after a failure; the supervisor waits twice as long
 
 
 def join(settings: DistributedConfig) -> Team:

@@ -116,7 +116,7 @@ class Learner:
         self._schedule = learning_rate(optim, steps or config.policy_updates(config.steps))
         self._optimizer = optimizer(optim, self._schedule, self._decayed)
         built_for = phase, config.algorithm, config.model, config.sharding
-        if self._built_for != built_for:  # equal programs need not be compiled again, as for another `fit`
+        if self._built_for != built_for:  # equal programs are not compiled again, as for a second `fit`
             if self._built_for is not None:
                 self.gradients.close()
             self.gradients = self.gradients_kind(

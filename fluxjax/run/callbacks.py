@@ -139,7 +139,7 @@ class Reporter(Observer):
         run.tell(Callback.on_step, step, report.groups, metrics)
 
     def _server_metrics(self) -> dict[str, float]:
-        """Tokens of evaluations count."""
+        """Tokens of evaluations count, too."""
         servers = self._run.pool.servers()
         if not servers:
             return {}
