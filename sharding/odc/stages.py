@@ -80,7 +80,7 @@ class Trace:
 
     def __init__(self, function: Callable[..., PyTree], *args: PyTree) -> None:
         closed, self.results = jax.make_jaxpr(function, return_shape=True)(*args)
-        self._jaxpr: Any = getattr(closed, "jaxpr", closed)  # JAX 0.12 has one class for both, older JAX two classes
+        self._jaxpr: Any = getattr(closed, "jaxpr", closed)  # older JAX has two classes of jaxprs
         self.inputs: list[Var] = list(self._jaxpr.invars)
         self.outputs: list[Var | Constant] = list(self._jaxpr.outvars)
         self.equations: list[JaxprEqn] = list(self._jaxpr.eqns)
