@@ -201,8 +201,8 @@ def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout, devices: range)
 
 
 def _on(layout: SizedLayout, devices: range, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns (index of each cell within the rows of `devices`, whether the cell is in these rows, number of their
-    cells)."""
+    """Returns (index of each cell within the rows of `devices`, whether the cell is in these rows, number of cells of
+    these rows)."""
     at, size = cells - devices.start * layout.columns, len(devices) * layout.columns
     return at, (at >= 0) & (at < size), size
 

@@ -3,7 +3,7 @@ process.
 
 Process 0 plans a step from sizes alone. Every other process gets its share, and reads no prompt, response or pixel of
 other shares. If sequences are spread over devices, every share has the sizes of all sequences, because the positions of
-tokens and features depend on them.
+tokens and features depend on these sizes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Opens the sources of a run, and draws prompts from them.
+"""Opens the sources of a run, and draws prompts from the sources.
 
 The order of draws is a Grain data set that shuffles sources anew each epoch, and mixes sources by weight. The order is
 a pure function of seed, source names, source sizes, weights and draw. A resumed run therefore needs only the number of

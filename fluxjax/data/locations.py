@@ -50,7 +50,7 @@ def _plain(path: str) -> str:
 
 
 def joined(folder: str, path: str) -> str:
-    """Returns `path` within `folder`; `path` itself if it is absolute or a URL."""
+    """Returns `path` within `folder`, or `path` itself if `path` is absolute or a URL."""
     path = local(path)
     if is_url(path):
         return path

@@ -10,7 +10,7 @@ loss weights of a portion are normalised over the portion. A portion's gradient 
 of the step's normaliser, which counts tokens or responses (Flexes, section 4.4, "Preserving On-Policy Semantics"). The
 weighted sum of the portions' gradients equals the gradient computed at once.
 
-Every process of a run has a trainer, and makes the same steps. Only process 0 has the groups: it calculates advantages,
+Every process of a run has a trainer, and makes the same steps. Only process 0 has the groups. It calculates advantages,
 plans, and hands every process its share of the step.
 """
 
