@@ -1,1 +1,1 @@
-"""The base of every room: the data of a step, errors that a user can mend, caches, the event loop, the timeline."""
+"""The base of all rooms: the data of a step, errors that a user can mend, worker processes, the timeline."""

@@ -1,6 +1,6 @@
-"""Errors that a user can mend: one line that names the field, the file or the record, and the fix."""
+"""Errors that a user can mend, in one line that names the field, the file or the record, and the fix."""
 
-USER, LOST = 2, 3  # exit statuses of `fluxjax.train`: an error for the user to mend; the loss of another process
+USER, LOST = 2, 3  # exit statuses of `fluxjax.train`: an error for the user to mend, the loss of another process
 
 
 class ConfigError(ValueError):
@@ -8,12 +8,12 @@ class ConfigError(ValueError):
 
 
 class DataError(ValueError):
-    """A data set cannot be used: an unreadable file, a wrong field, a full disk. The message is for the user."""
+    """A data set cannot be used, for example because of an unreadable file, a wrong field or a full disk."""
 
 
 class RecordError(ValueError):
-    """One record cannot be used; other records can. `reason` is short and holds no names, so that equal reasons can be
-    counted; `detail` is for the log."""
+    """One record cannot be used. `reason` names nothing of the record, so that equal reasons can be counted. `detail`
+    is for the log."""
 
     def __init__(self, id: str, reason: str, detail: str = "unusable record") -> None:
         super().__init__(f"{id}: {reason}")
@@ -23,7 +23,7 @@ class RecordError(ValueError):
 
 
 def said(error: BaseException) -> str:
-    """Returns the type and the text of an error; the type alone if `str(error)` raises."""
+    """Returns the type and the text of an error, or only the type if `str(error)` raises."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:

@@ -20,12 +20,10 @@ _STOPPING = "stopping after this step; once more to stop at once"
 
 
 def hear_signals(stops: list[Callable[[], None]], end: Callable[[int], None]) -> None:
-    """Starts a thread that handles Ctrl-C and SIGTERM. At each signal, the thread calls a function that it pops from
-    `stops`, or `end` with the signal's number if `stops` is empty. Python's own handlers run in the main thread, which
-    may compile for minutes or wait for other processes for ever.
-
-    Only commands call `hear_signals`. Call `take_signals` after `jax.distributed.initialize`, which takes SIGTERM.
-    """
+    """Starts a thread that handles Ctrl-C and SIGTERM. At each signal, the thread pops a function from `stops` and
+    calls it. If `stops` is empty, the thread calls `end` with the signal's number. Python's own handlers run in the
+    main thread, which may compile for minutes or wait for other processes for ever. Only commands call `hear_signals`.
+    `take_signals` must follow `jax.distributed.initialize`, which takes SIGTERM."""
     heard, pipe = os.pipe()
 
     def hear() -> None:
@@ -48,16 +46,14 @@ def take_signals() -> None:
 
 
 def _heard(number: int, frame: types.FrameType | None) -> None:
-    """Does nothing: the thread of `hear_signals` reads the signal's number."""
+    """Does nothing, because the thread of `hear_signals` reads the signal's number."""
 
 
 @contextlib.contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Calls `stop` at the first Ctrl-C and at the first SIGTERM within the block; a second signal of the same kind has
-    its usual effect.
-
-    Does nothing after `hear_signals` or outside the main thread: Python handles signals in the main thread only.
-    """
+    """Calls `stop` at the first Ctrl-C and at the first SIGTERM within the block. A second signal of the same kind has
+    its usual effect. Does nothing after `hear_signals`, and outside the main thread, where Python handles no
+    signals."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(_NUMBERS[0]) is _heard:
         yield
         return
@@ -76,8 +72,8 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `work`. If an event loop runs already (in a notebook), `work` runs in a new thread, and
-    `run_async` ignores KeyboardInterrupt until `work` ends."""
+    """Returns the result of `work`. If an event loop runs already (in a notebook), `work` runs in a new thread.
+    KeyboardInterrupt is then ignored until `work` ends."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -91,7 +87,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def on_all(engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:
-    """Awaits `call(engine)` for all engines at the same time; the first failure cancels the remaining calls."""
+    """Awaits `call(engine)` for all engines at the same time. The first failure cancels the remaining calls."""
     async with asyncio.TaskGroup() as tasks:
         for engine in engines:
             tasks.create_task(not_silently_cancelled(call, engine))
@@ -99,9 +95,7 @@ async def on_all(engines: Sequence[Engine], call: Callable[[Engine], Awaitable[N
 
 async def not_silently_cancelled(work: Callable[..., Awaitable[None]], *args: object) -> None:
     """Awaits `work(*args)`. Raises RuntimeError if `work` ends as cancelled although nobody cancelled the current task.
-
-    A task group overlooks a task that ends as cancelled: other tasks could wait for ever for the result of `work`.
-    """
+    A task group overlooks a task that ends as cancelled, and other tasks could wait for ever for its result."""
     try:
         await work(*args)
     except asyncio.CancelledError as error:

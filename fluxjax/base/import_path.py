@@ -13,11 +13,11 @@ from .errors import ConfigError
 
 def imported(path: str, field: str, offers: Callable[[Any], bool]) -> Any:
     """Returns the attribute that `path` names. Raises `ConfigError`, naming `field`, if the module can't be imported or
-    lacks the attribute. For a lacking attribute, the message lists the attributes for which `offers` is true."""
+    lacks the attribute. If the attribute is missing, the message lists the attributes for which `offers` is true."""
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever importing the user's module raises
+    except Exception as error:  # the user's module may raise anything
         raise ConfigError(
             f"{field} is {path!r}, but importing {module_name!r} raised {type(error).__name__}: {error}"
         ) from error
@@ -32,8 +32,7 @@ def imported(path: str, field: str, offers: Callable[[Any], bool]) -> Any:
 
 @contextlib.contextmanager
 def as_if_missing(package: str) -> Iterator[None]:
-    """Hides a package while the block runs: libraries that the block imports find no such package. A package that is
-    imported already is not hidden."""
+    """Hides a package from libraries that the block imports. A package that is already imported is not hidden."""
     if package in sys.modules:
         yield
         return

@@ -1,4 +1,4 @@
-"""A medium of a prompt, by reference. JAX is not imported: processes that decode need no JAX."""
+"""A medium of a prompt, by reference. JAX is not imported, because decoder processes need no JAX."""
 
 import dataclasses
 import enum
@@ -11,11 +11,9 @@ class MediaKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Media:
-    """A media file by reference: pixels are decoded where they are used.
-
-    `path` is a local file or a URL. In a parquet file, `cell` names one medium (`COLUMN/ROW/INDEX`), and `stamp` is the
-    version of the file that the record was read from. `data` are the encoded bytes of a medium that no file holds.
-    """
+    """A medium by reference, without its pixels. `path` is a local file or a URL. In a parquet file, `cell` names one
+    medium (`COLUMN/ROW/INDEX`), and `stamp` is the version of the file that the record was read from. `data` are the
+    encoded bytes of a medium that no file holds."""
 
     kind: MediaKind
     path: str

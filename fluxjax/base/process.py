@@ -1,8 +1,8 @@
-"""A process: its memory, its garbage collector, and its compiled programs.
+"""Settings of this process: memory, garbage collector, cache of compiled programs.
 
-XLA's CPU client allocates the temporary buffers of a program at each execution. By default glibc maps and unmaps such
-large blocks, so that every step touches fresh pages: page faults took a quarter to a third of the CPU time of a tiny
-model's train step. `keep_freed_memory` avoids page faults; resident memory then stays at its peak.
+XLA's CPU client allocates the temporary buffers of a program at each execution. By default glibc maps and unmaps large
+blocks, so that every step touches fresh pages. Page faults take a quarter to a third of the CPU time of a tiny model's
+train step. `keep_freed_memory` avoids page faults, and resident memory stays at its peak.
 """
 
 import contextlib
@@ -21,30 +21,27 @@ import jax
 
 # From glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
-_DEFAULT_MMAP_MAX, _LARGE_BLOCK = 65536, 32 << 20  # a number of mappings; bytes, glibc's largest threshold
-LARGE_MODEL = 1 << 30  # bytes of weights from which a model counts as large
+_DEFAULT_MMAP_MAX, _LARGE_BLOCK = 65536, 32 << 20  # a number of mappings; bytes (glibc's largest threshold)
+LARGE_MODEL = 1 << 30  # bytes of weights; a model of at least this size is large
 
 
 def keep_freed_memory() -> bool:
-    """Has the C library keep freed memory. Must be called before there are threads: existing arenas are not changed.
-
-    Returns False, and changes nothing, if the C library is not glibc.
-    """
-    # One arena, because threads' arenas cannot hold large blocks; no block mapped apart; no trimming below 2 GB.
+    """Makes the C library keep freed memory. Must be called before there are threads, because existing arenas stay
+    unchanged. Returns False, and changes nothing, if the C library is not glibc."""
+    # One arena, because threads' arenas cannot hold large blocks. No mapped blocks. No trimming below 2 GiB.
     return _set_malloc((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def give_back_large_blocks() -> bool:
-    """Undoes `keep_freed_memory` for blocks of at least 32 MB. Large models need this: the holes that freed arrays
-    leave in the heap add up to more than a second copy of the weights, while page faults are a small part of a step.
-
-    Returns False, and changes nothing, if the C library is not glibc.
-    """
+    """Undoes `keep_freed_memory` for blocks of at least 32 MiB. With a large model, the holes that freed arrays leave
+    in the heap exceed a second copy of the weights. Returns False, and changes nothing, if the C library is not
+    glibc."""
     return _set_malloc((_MMAP_THRESHOLD, _LARGE_BLOCK), (_MMAP_MAX, _DEFAULT_MMAP_MAX))
 
 
 def _set_malloc(*options: tuple[int, int]) -> bool:
-    """Hands each (option, value) to glibc's `mallopt`, in order, and stops at the first pair that it refuses."""
+    """Gives each (option, value) to glibc's `mallopt`, up to the first refused pair. Returns whether all were
+    accepted."""
     try:
         libc = ctypes.CDLL(None)
         libc.gnu_get_libc_version  # noqa: B018  other C libraries have a mallopt that does nothing
@@ -55,20 +52,16 @@ def _set_malloc(*options: tuple[int, int]) -> bool:
 
 
 def settle_heap() -> None:
-    """Hides all living objects from the garbage collector, which would look at the objects of imports and compiled
-    programs again and again: that takes a tenth of a tiny model's step.
-
-    Call it only in a process that ends with its run: hidden objects that refer to each other in a circle are never
-    freed.
-    """
+    """Hides all living objects from the garbage collector. Repeated looks at the objects of imports and compiled
+    programs take a tenth of a tiny model's step. Must be called only in a process that ends with its run, because
+    hidden circles of references are never freed."""
     gc.collect()
     gc.freeze()
 
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pauses the garbage collector in all threads, for work that makes many objects but no circles of references: the
-    collector would look at all these objects, again and again."""
+    """Pauses the garbage collector in all threads, for work that makes many objects but no circles of references."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -79,7 +72,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def resident_bytes() -> int:
-    """Returns the resident memory of this process, in bytes; without /proc, the peak of its resident memory."""
+    """Returns the resident memory of this process in bytes, or its peak on systems without /proc."""
     try:
         for line in pathlib.Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmRSS:"):
@@ -96,7 +89,8 @@ INSTRUCTIONS = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU ",
 
 
 def cache_folder() -> pathlib.Path:
-    """Returns the folder for programs and embedded data sets: `$XDG_CACHE_HOME/fluxjax`, else `~/.cache/fluxjax`."""
+    """Returns the folder for compiled programs and embedded data sets: `$XDG_CACHE_HOME/fluxjax`, or else
+    `~/.cache/fluxjax`."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     return (pathlib.Path(cache) if cache else pathlib.Path.home() / ".cache") / "fluxjax"
 
@@ -111,13 +105,13 @@ def use_compile_cache() -> None:
 
 @functools.cache
 def share_between_devices() -> bool:
-    """Lets CPU devices and processes load each other's compiled programs, as JAX does between GPUs. Returns False if
-    JAX's functions are missing or have other parameters than expected.
+    """Lets CPU devices and processes load each other's compiled programs from the cache. Returns False if JAX's
+    functions are missing or have other parameters than expected.
 
-    Without this, programs that run on one device (ODC's) are compiled once for each device: JAX's key of a program
-    holds the device's number, except on GPUs. And all but the first process of a run compile everything at each start:
-    the key holds the process's number, and only the first process writes. No option of JAX 0.10.2 changes these keys,
-    so this function replaces the functions of JAX that compute them.
+    JAX's key of a program has the device's number, except on GPUs, so that programs of one device (ODC) would be
+    compiled for each device. The key also has the process's number, and only the first process writes to the cache, so
+    that the other processes would compile everything at each start. No option of JAX 0.10.2 changes these keys. This
+    function therefore replaces the functions of JAX that compute the keys.
     """
     try:
         from jax._src import cache_key
@@ -151,7 +145,7 @@ def share_between_devices() -> bool:
 
 @functools.cache
 def _instructions() -> str:
-    """Returns the model of this machine's CPU and its instruction sets; empty without /proc."""
+    """Returns the model of this machine's CPU and its instruction sets, or an empty text without /proc."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Messages between a run and its worker process: msgpack over a socket, pixels beside them.
+"""Messages between a run and its worker process, with arrays of pixels.
 
-Few pixels follow their message on the socket. Many pixels are copied once, into nameless memory: the memory's file
-descriptor travels to the other process, which maps the memory. No file remains, whichever process is killed.
+Messages are msgpack on a socket. A small array follows its message on the socket. A large array is copied once into a
+nameless file in memory, which the other process maps. No file remains if a process is killed.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-HEADER = struct.Struct(">QQ")  # bytes of the message, and of the pixels that follow it on the socket
-MAPPED_FROM = 4 << 20  # bytes; smaller arrays follow their message, because a process may have only 65,530 mappings
+HEADER = struct.Struct(">QQ")  # bytes of the message, and of the array that follows on the socket
+MAPPED_FROM = 4 << 20  # bytes; smaller arrays use the socket, because a process may have only 65,530 mappings
 
 
 class WithArrays(NamedTuple):
-    """A result of msgpack's types, and arrays (uint8) that travel behind the result, one message each."""
+    """A result of msgpack's types, and arrays (uint8) that follow the result, one message each."""
 
     result: Any
     arrays: Sequence[np.ndarray]
 
 
 class Channel:
-    """One end of the channel. Its methods raise EOFError if the other process has ended, TimeoutError if that process
-    takes too long."""
+    """One end of the channel. Methods raise EOFError if the other process has ended, and TimeoutError if it takes too
+    long."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
@@ -99,7 +99,6 @@ class Channel:
         return content
 
     def _wait(self, end: float | None) -> None:
-        """Sets the timeout of the next read to the time that is left."""
         left = None if end is None else end - time.monotonic()
         if left is not None and left <= 0:
             raise TimeoutError
@@ -107,7 +106,6 @@ class Channel:
 
 
 def _written(array: np.ndarray) -> int | None:
-    """Returns the descriptor of a nameless file that holds the array; None if there is no space for it."""
     try:
         memory = _nameless()
     except OSError:
@@ -123,7 +121,6 @@ def _written(array: np.ndarray) -> int | None:
 
 
 def _nameless() -> int:
-    """Opens a file in memory, or in the temporary folder if the system has no memory files."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("fluxjax-media")
     with tempfile.TemporaryFile() as file:
@@ -131,7 +128,6 @@ def _nameless() -> int:
 
 
 def _mapped(descriptor: int) -> np.ndarray:
-    """Returns the content of an open file: mapped, or read if there are too many mappings."""
     size = os.fstat(descriptor).st_size
     try:
         return np.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ), np.uint8)

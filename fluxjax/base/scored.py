@@ -1,12 +1,13 @@
-"""A prompt, a response to it and its reward. JAX is not imported: processes that score need no JAX.
+"""Prompts, responses and rewards. JAX is not imported, because processes that score need no JAX.
 
-`base/types.py` offers these classes, too, with all other data of a step.
+`base/types.py` exports these classes, too.
 
-The numbers of a response are written once as little-endian bytes, and sent to other processes:
+The numbers of a response are written once as little-endian bytes (`bytes_of`):
 
-- a head: the sample's number, the number of tokens, the number of runs of versions, the bytes of a token, temperature;
-- runs of (version, number of tokens): nearly all responses have one run;
-- log-probs as float32, then tokens as uint16 if all of them fit, else as int32.
+- a head with the sample's number, the number of tokens, the number of runs of versions, the bytes of a token, and the
+  temperature;
+- runs of (version, number of tokens);
+- log-probs as float32, and then tokens as uint16 if all tokens fit, else as int32.
 """
 
 import dataclasses
@@ -24,22 +25,19 @@ from .medium import Media
 
 _HEAD = struct.Struct("<iiiid")
 _TOKENS = {2: np.dtype("<u2"), 4: np.dtype("<i4")}  # by a token's size in bytes
-_RUN = np.dtype("<i4")  # the type of both numbers of a run
-# The tuples of `Response`, with their names in `ResponseNumbers`
+_RUN = np.dtype("<i4")  # the type of a version and of a number of tokens
+# The tuples of `Response`, with their names in `ResponseNumbers`.
 _COLUMNS = {"token_ids": "tokens", "logprobs": "logprobs", "versions": "versions"}
 
 State = dict[str, Any]  # JSON-serialisable
-SavedState = Mapping[str, Any]  # a `State` as read from JSON
+SavedState = Mapping[str, Any]  # a `State` as JSON gives it back
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A question as the coordinator sees it: no pixels and no tokens.
-
-    `text` has one `<image>` or `<video>` mark for each media item, in order. `id` is unique within its source. `draw`
-    is the prompt's number in the order of this run, and orders all that must not depend on timing. `row` is the
-    record's number in its source.
-    """
+    """A question without pixels and tokens. `text` has one `<image>` or `<video>` mark for each media item, in order.
+    `id` is unique within its source. `draw` is the prompt's number in the order of this run. `row` is the record's
+    number in its source."""
 
     id: str
     source: str
@@ -49,19 +47,17 @@ class Prompt:
     draw: int = 0
     epoch: int = 0
     row: int = 0
-    tokens: int = 0  # tokens of the prepared prompt; 0: unknown
+    tokens: int = 0  # tokens of the prepared prompt, 0 if unknown
 
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """The tokens that an engine generated for one sample of a prompt. The tuples have one entry for each token.
-
+    """The tokens that an engine generated for one sample of a prompt. Each tuple has one entry for each token.
     `logprobs` are natural logs of the probability under the sampling distribution (the behaviour policy); `versions`
-    are the weight versions that the tokens come from. Raises ValueError if the tuples differ in length.
-    """
+    are the weight versions that the tokens come from. Raises ValueError if the tuples differ in length."""
 
     rid: str
-    draw: int  # `Prompt.draw` of its prompt
+    draw: int  # `Prompt.draw` of the response's prompt
     sample: int  # 0 <= sample < G
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -76,14 +72,14 @@ class Response:
                 f"{len(self.versions)} versions; the three must be equal"
             )
 
-    @functools.cached_property  # reading the tuples takes longer than all other work on a response
+    @functools.cached_property  # cached, because reading the tuples takes longer than all other work on a response
     def data(self) -> bytes:
         """The response's numbers as bytes (`bytes_of`), as they are sent to other processes."""
         return bytes_of(self.sample, self.temperature, self.token_ids, self.logprobs, self.versions)
 
     def packed(self) -> "Response":
-        """Drops the three tuples, keeps `data`, and returns this same response. The tuples take four to twelve times
-        the memory of `data`. Each later access to a tuple builds it anew, with log-probs rounded to float32."""
+        """Drops the three tuples, keeps `data`, and returns the response itself. The tuples take four to twelve times
+        the memory of `data`. Each later access builds the tuple anew, with log-probs rounded to float32."""
         _ = self.data, self.num_tokens
         for name in _COLUMNS:
             vars(self).pop(name, None)
@@ -102,11 +98,11 @@ class Response:
 
     @property
     def version_span(self) -> tuple[int, int]:
-        """The oldest and the newest version of the tokens; -1 for both if there is no token."""
+        """The oldest and the newest version of the tokens, or (-1, -1) without tokens."""
         if self.is_packed:
             return version_span_of(self.data)
         versions = self.versions
-        # most responses have one version, which `count` shows several times as fast as `min` and `max`
+        # Most responses have one version, which `count` shows faster than `min` and `max`.
         if versions and versions.count(versions[0]) == len(versions):
             return versions[0], versions[0]
         return min(versions, default=-1), max(versions, default=-1)
@@ -116,7 +112,7 @@ class Response:
         return len(self.token_ids)
 
     def to_json(self) -> State:
-        """Returns the fields as JSON values, with versions as runs of [version, number of tokens]."""
+        """Returns the fields as JSON values. Versions are runs [version, number of tokens]."""
         runs = [[version, len(list(run))] for version, run in groupby(self.versions)]
         columns = {"token_ids": list(self.token_ids), "logprobs": list(self.logprobs), "versions": runs}
         return dataclasses.asdict(self) | columns
@@ -131,7 +127,7 @@ class Response:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A response as rewards see it: the prompt, the answering text, and how the generation ended."""
+    """The input of a reward: the prompt, the response's text, and the way in which the generation ended."""
 
     prompt: Prompt
     text: str
@@ -141,18 +137,15 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    """The score of a response. `value` enters the advantage; `correct` says whether accuracy counts the response.
-    `reason` explains the value, for example the value 0 of a reward that crashed or timed out. `parts` are the rewards
-    of a mixture by name, before weighting; `seconds` is the time that scoring took."""
+    """The score of a response. `value` enters the advantage; `correct` says whether accuracy counts the response as
+    right. `reason` explains the value, for example the value 0 of a reward that crashed. `parts` are the unweighted
+    rewards of a mixture, by name. `seconds` is the time of scoring."""
 
     value: float
     correct: bool
     reason: str = ""
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
-    seconds: float = dataclasses.field(default=0.0, compare=False)  # a measurement, ignored when scores are compared
-
-
-# --- bytes ----------------------------------------------------------------------------------------
+    seconds: float = dataclasses.field(default=0.0, compare=False)  # not compared, because it is a measurement
 
 
 class ResponseNumbers(NamedTuple):
@@ -179,7 +172,7 @@ def bytes_of(
     else:
         runs = [n for version, run in groupby(versions) for n in (version, len(list(run)))]
     try:
-        width, ids = 2, struct.pack(f"<{count}H", *tokens)  # `struct` reads a tuple twice as fast as NumPy does
+        width, ids = 2, struct.pack(f"<{count}H", *tokens)  # `struct` reads a tuple twice as fast as NumPy
     except struct.error:
         width, ids = 4, _packed(f"<{count}i", tokens)
     values = _packed(f"<{count}f", logprobs)
@@ -195,7 +188,7 @@ def _packed(form: str, values: Sequence[int] | Sequence[float]) -> bytes:
 
 
 class ResponseHead(NamedTuple):
-    """The head of a response's bytes, which can be read alone; `size` counts the bytes of the entire response."""
+    """The head of a response's bytes. `size` is the number of bytes of the entire response."""
 
     sample: int
     temperature: float | None
@@ -206,7 +199,7 @@ class ResponseHead(NamedTuple):
 
 
 def head_of(data: bytes | memoryview, start: int = 0) -> ResponseHead:
-    """Reads the head of a response written by `bytes_of`, `start` bytes into `data`. Raises ValueError for other bytes,
+    """Reads the head of a response that `bytes_of` wrote, at byte `start` of `data`. Raises ValueError for other bytes,
     and for a response that is cut off."""
     try:
         sample, count, runs, width, temperature = _HEAD.unpack_from(data, start)
@@ -241,7 +234,7 @@ def numbers_of(data: bytes | memoryview) -> ResponseNumbers:
 
 
 def version_span_of(data: bytes) -> tuple[int, int]:
-    """Returns the oldest and the newest version in bytes from `bytes_of`; -1 for both if there is no token."""
+    """Returns the oldest and the newest version in bytes of `bytes_of`, or (-1, -1) without tokens."""
     _, _, runs, _, _ = _HEAD.unpack_from(data)
     versions = struct.unpack_from(f"<{2 * runs}i", data, _HEAD.size)[::2]
     return (min(versions), max(versions)) if versions else (-1, -1)

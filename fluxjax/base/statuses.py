@@ -1,4 +1,4 @@
-"""The states of a run's trainer processes, preprocessors and media, as process 0 sees them and as users see them."""
+"""The states of a run's trainer processes, preprocessors and media, as process 0 knows and shows them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class HostStage:
-    """The time in which a process did one stage: `plan`, `media`, `layout` or `train`. In the statuses of a `Gang`,
-    `start` and `end` are seconds of the reading process's `time.perf_counter`. Processes send these times relative to
-    the end of the step: clocks differ, and a step ends in all processes at once."""
+    """The time of one stage in a process: `plan`, `media`, `layout` or `train`. `start` and `end` are seconds of the
+    `time.perf_counter` of the process that reads the statuses. Because clocks differ, processes send these times
+    relative to the end of the step, which is at the same time in all processes."""
 
     name: str
     start: float
@@ -22,11 +22,11 @@ class HostStage:
 
 @dataclasses.dataclass(frozen=True)
 class HostStatus:
-    """The state of a process after a step. `memory_bytes` are resident; `device_memory_bytes` is the peak in use of the
-    fullest device, 0 if no device reports a peak. `step` counts training steps since the processes were
-    started. `wait_seconds` are the seconds before and within the step in which the process waited for orders or for the
-    other processes' agreement. `idle` are the seconds of `train` in which its devices waited for other devices; None
-    without `odc`, which measures them."""
+    """The state of a process after a step. `memory_bytes` is the resident memory. `device_memory_bytes` is the peak of
+    the fullest device, 0 if no device reports a peak. `step` counts training steps since the start of the processes.
+    `wait_seconds` are the seconds before and within the step in which the process waited for orders or for the other
+    processes' agreement. `idle` are the seconds of `train` in which the process's devices waited for other devices, or
+    None without `odc`."""
 
     process: int
     host: str
@@ -40,18 +40,18 @@ class HostStatus:
 
     @property
     def prepare_seconds(self) -> float:
-        """Seconds of everything before the step's programs: planning, reading media, laying out."""
+        """The seconds before the step's programs, for planning, reading media and laying out."""
         return math.fsum(stage.end - stage.start for stage in self.stages if stage.name != "train")
 
     @property
     def train_seconds(self) -> float:
-        """Seconds of the step's programs, including waits for other processes within them."""
+        """The seconds of the step's programs, including waits for other processes."""
         return math.fsum(stage.end - stage.start for stage in self.stages if stage.name == "train")
 
     @property
     def own_seconds(self) -> float:
-        """Seconds of the process's own work, for which other processes may wait. Collectives end everywhere at once, so
-        without `idle` only `prepare_seconds` distinguishes processes."""
+        """The seconds of the process's own work, for which other processes may wait. Without `idle`, only
+        `prepare_seconds` distinguishes processes, because collectives end in all processes at once."""
         return self.prepare_seconds + (self.train_seconds - self.idle if self.idle is not None else 0.0)
 
 
@@ -62,20 +62,20 @@ def slowest(hosts: Sequence[HostStatus]) -> HostStatus:
 
 @dataclasses.dataclass(frozen=True)
 class PreprocessorStatus:
-    """A preprocessor at one moment. The numbers that the preprocessor reports are some seconds old; totals
-    continue when the preprocessor is started again. `memory_bytes` is 0 while the preprocessor is down."""
+    """The state of a preprocessor. The numbers that the preprocessor reports are some seconds old. Totals continue when
+    the preprocessor is started again. `memory_bytes` is 0 while the preprocessor is down."""
 
     name: str
     up: bool
-    looks: int  # media that it measured on request
-    bytes: int  # bytes of slices that it sent to process 0
-    queued: int  # media in its queue for decoding
-    lost: int  # times that the run lost it
-    decoded: int = 0  # media that it decoded for all processes of the run
+    looks: int  # media that the preprocessor measured on request
+    bytes: int  # bytes of slices that the preprocessor sent to process 0
+    queued: int  # media that wait to be decoded
+    lost: int  # times that the run lost the preprocessor
+    decoded: int = 0  # media that the preprocessor decoded for all processes of the run
     memory_bytes: int = 0  # bytes of decoded media in memory
-    hits: int = 0  # requested slices that it held
+    hits: int = 0  # requested slices that were in memory
     misses: int = 0  # slices that had to be decoded again
-    reason: str = ""  # why it is down
+    reason: str = ""  # why the preprocessor is down
 
 
 class MediumStage(enum.Enum):
@@ -86,7 +86,7 @@ class MediumStage(enum.Enum):
 
 
 class Transition(NamedTuple):
-    key: Hashable  # a medium; empty in the transition of a preprocessor
+    key: Hashable  # a medium; empty for a preprocessor
     place: str  # the preprocessor's name
     stage: MediumStage
     time: float

@@ -1,5 +1,5 @@
-"""Records the time of a run as named spans on lanes, for each step's times and the Gantt picture. Says what this
-process does at present, and times its compilations."""
+"""Records the time of a run as named spans on lanes. Times the compilations of this process, and names its present
+activity."""
 
 import collections
 import contextlib
@@ -20,9 +20,9 @@ _activities: list[str | Callable[[], str]] = []
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Time in which one lane was busy. `name` is a stage (data, rollout, reward, train, sync, eval, checkpoint) or
-    other work, such as `compile`; `lane` names the worker, such as an engine. `start` and `end` are seconds on the
-    timeline's clock; `step` counts from 1, and is 0 for work of no step."""
+    """A time in which one lane was busy. `name` is a stage or other work, such as `compile`. `lane` names the worker,
+    such as an engine. `start` and `end` are seconds on the timeline's clock. `step` counts from 1, and is 0 for work of
+    no step."""
 
     name: str
     lane: str
@@ -41,7 +41,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, name: str, lane: str, step: int) -> Iterator[None]:
-        """Records the time of the `with` body as a span, also if the body fails."""
+        """Records the time of the `with` body as a span, even if the body raises."""
         start = self._clock()
         try:
             with activity(name):
@@ -55,7 +55,7 @@ class Timeline:
             del self._steps[step]
 
     def spans(self) -> list[Span]:
-        """Returns the recorded spans, sorted by start; overlapping spans of one name, lane and step are joined."""
+        """Returns the recorded spans, sorted by start. Overlapping spans of one name, lane and step are joined."""
         kept = itertools.chain.from_iterable(self._steps.values())
         bars = [
             Span(name, lane, start, end, step)
@@ -65,7 +65,7 @@ class Timeline:
         return sorted(bars, key=lambda bar: (bar.start, bar.lane))
 
     def seconds(self, step: int) -> dict[str, float]:
-        """Returns the wall seconds during which spans of each name were under way in `step`, on at least one lane. The
+        """Returns, for each name, the wall seconds in which at least one lane had a span of this name in `step`. The
         seconds of `compile` are not counted under other names."""
         spans = self._steps.get(step, ())
 
@@ -89,23 +89,20 @@ def disjoint(spans: Iterable[Span], key: Callable[[Span], K]) -> dict[K, list[tu
     return joined
 
 
-# --- activity -------------------------------------------------------------------------------------
-
-
 class Compilations:
     """Times the compilations of this process, by the events of JAX."""
 
     def __init__(self) -> None:
         self.under_way = 0
         self.spans: collections.deque[tuple[float, float]] = collections.deque(maxlen=10_000)  # disjoint, ascending
-        # the start of the compilations under way; the seconds of earlier compilations
+        # The start of the compilations under way, and the seconds of earlier compilations.
         self._lock, self._since, self._ended = threading.Lock(), 0.0, 0.0
         jax.monitoring.register_scalar_listener(lambda event, *_, **__: self._count(event, 1))
         jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: self._count(event, -1))
 
     def _count(self, event: str, change: int) -> None:
         if not event.startswith(_EVENTS) or threading.current_thread().name.startswith("compile"):
-            return  # a thread of `Gradients.compile_ahead`: the run goes on meanwhile
+            return  # a thread of `Gradients.compile_ahead`, while which the run goes on
         with self._lock:
             now, before, self.under_way = time.perf_counter(), self.under_way, max(self.under_way + change, 0)
             if not before:
@@ -116,12 +113,12 @@ class Compilations:
 
     @property
     def seconds(self) -> float:
-        """The seconds so far in which at least one counted compilation was under way."""
+        """The seconds in which at least one counted compilation was under way."""
         with self._lock:
             return self._ended + (time.perf_counter() - self._since if self.under_way else 0.0)
 
 
-compilations = functools.cache(Compilations)  # the only instance in this process
+compilations = functools.cache(Compilations)  # the only instance of this process
 
 
 def working_time() -> float:
@@ -131,7 +128,8 @@ def working_time() -> float:
 
 @contextlib.contextmanager
 def activity(words: str | Callable[[], str]) -> Iterator[None]:
-    """Makes `words` the activity of the `with` body. If `words` is a function, any thread may call it."""
+    """Makes `words` the activity of this process in the `with` body. If `words` is a function, any thread may call
+    it."""
     _activities.append(words)
     try:
         yield
@@ -140,6 +138,6 @@ def activity(words: str | Callable[[], str]) -> Iterator[None]:
 
 
 def under_way() -> str:
-    """Returns the activity of this process that began last, with the word "compiling" while the process compiles."""
+    """Returns the latest activity of this process, with the word "compiling" while the process compiles."""
     words = [said if isinstance(said, str) else said() for said in _activities[-1:]]
     return ", ".join(words + ["compiling"] * bool(compilations().under_way))

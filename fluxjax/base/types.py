@@ -1,7 +1,6 @@
-"""The data of one RL step, aligned with tokens, from a prompt to a batch that is trained on.
+"""The data of an RL step, from a prompt to a batch that is trained on.
 
-`T` is the number of tokens of a response or of a packed row, `G` the responses of a group, `B` the rows of a batch.
-All data are on the host (numpy, tuples), except `TrainBatch`, a pytree that `jit` takes.
+All data are on the host (numpy, tuples), except for `TrainBatch`, a pytree that `jit` takes.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ from .scored import State as State
 
 @dataclasses.dataclass(frozen=True)
 class PreparedPrompt:
-    """A prompt whose media are decoded and whose text is tokenised, as engines and trainer read it."""
+    """A prompt whose media are decoded and whose text is tokenised."""
 
     prompt: Prompt
     inputs: PromptInput
@@ -37,7 +36,7 @@ class PreparedPrompt:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A scored response. `advantage` is one number, broadcast over the response's tokens in the batch."""
+    """A scored response. `advantage` is one number for all tokens of the response."""
 
     response: Response
     reward: Reward
@@ -45,11 +44,11 @@ class Sample:
 
 
 class Columns(NamedTuple):
-    """The numbers that a step reads of all responses of a group, side by side in memory: response objects lie
-    scattered over the memory of a process."""
+    """The numbers of a group's responses that a step reads. They are side by side in memory, in contrast to response
+    objects."""
 
     draw: int  # `Prompt.draw`
-    numbers_G3: np.ndarray  # int64: `Response.sample`, number of tokens, newest version of a token (-1: no tokens)
+    numbers_G3: np.ndarray  # int64: `Response.sample`, number of tokens, newest version of a token (-1 without tokens)
     advantages_G: np.ndarray  # float64
     data: tuple[bytes, ...]  # `Response.data`
 
@@ -67,12 +66,12 @@ class Columns(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """All samples of one prompt, the unit of GRPO; a group is never split between steps."""
+    """All samples of one prompt. A group is never split between steps."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
 
-    @functools.cached_property  # built while other groups are generated: see `packed`
+    @functools.cached_property  # `packed` builds the columns while other groups are generated
     def columns(self) -> Columns:
         return Columns.of(self.samples)
 
@@ -83,7 +82,6 @@ class Group:
         return self
 
     def with_advantages(self, advantages_G: Sequence[float] | np.ndarray) -> "Group":
-        """Returns the group with these advantages, one for each sample."""
         values_G = np.asarray(advantages_G, np.float64)
         pairs = zip(self.samples, values_G.tolist(), strict=True)
         samples = tuple(dataclasses.replace(sample, advantage=value) for sample, value in pairs)
@@ -95,14 +93,14 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedStep:
-    """The groups of a training step, with advantages, in the order of draws; and the metrics of the step."""
+    """The groups of a training step, with advantages and in the order of draws, and the metrics of the step."""
 
     groups: tuple[Group, ...]
     metrics: Mapping[str, float]
 
 
 def without_rounding(values: Sequence[float]) -> list[float]:
-    """Replaces values that are equal but for rounding (in float32, too) by the smallest of them."""
+    """Replaces values that differ only by rounding (even in float32) by the smallest of these values."""
     smallest, least = {}, math.nan
     for value in sorted(values):
         least = least if math.isclose(value, least, rel_tol=1e-6, abs_tol=1e-9) else value
@@ -111,8 +109,8 @@ def without_rounding(values: Sequence[float]) -> list[float]:
 
 
 def has_variance(group: Group, of: str = "value") -> bool:
-    """Says whether the group's rewards differ by more than rounding, in the field `of` (`value` or `correct`). Equal
-    values have the GRPO advantage 0: DAPO's dynamic sampling (arXiv:2503.14476, section 3.2) skips such a group."""
+    """Says whether the group's rewards differ by more than rounding in the field `of` (`value` or `correct`). DAPO's
+    dynamic sampling (arXiv:2503.14476, section 3.2) skips groups without variance, whose GRPO advantages are 0."""
     return len(set(without_rounding([float(getattr(sample.reward, of)) for sample in group.samples]))) > 1
 
 
@@ -120,27 +118,28 @@ def has_variance(group: Group, of: str = "value") -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainBatch:
-    """One microbatch of packed rows with its training targets, all aligned with `inputs.tokens_BT`.
-
-    The loss of a step is the sum over its microbatches, rows and tokens of `loss_weights_BT * token_loss_BT`: the
-    weights include every normalisation (by tokens, sequences, groups, or a constant), so that loss and gradients do not
-    depend on packing, microbatching or sharding.
-    """
+    """One microbatch of packed rows with its training targets, all aligned with `inputs.tokens_BT`. The loss of a step
+    is the sum over microbatches, rows and tokens of `loss_weights_BT * token_loss_BT`. The weights include every
+    normalisation (by tokens, sequences, groups, or a constant). Loss and gradients therefore do not depend on packing,
+    microbatching or sharding."""
 
     inputs: PackedTokens
     loss_weights_BT: Float32[AnyArray, "B T"]  # 0 for tokens that are not trained on
     advantages_BT: Float32[AnyArray, "B T"]
-    behaviour_logprobs_BT: Float32[AnyArray, "B T"]  # in nats, as reported by the engine
-    reference_logprobs_BT: Float32[AnyArray, "B T"]  # in nats, of the frozen reference model; 0 if there is none
-    # The mean of log(trainer / engine) over the token's response, in nats; 0 until filled in.
+    behaviour_logprobs_BT: Float32[AnyArray, "B T"]  # in nats, as the engine reported them
+    reference_logprobs_BT: Float32[AnyArray, "B T"]  # in nats, of the frozen reference; 0 without a reference
+    # The mean of log(trainer / engine) over the token's response, in nats, or 0 if the loss does not need this mean.
     response_log_ratios_BT: Float32[AnyArray, "B T"]
-    # Versions (training steps) since the weights that generated the token; -1 for prompts, given answers and padding.
+    # Versions (training steps) since the weights that generated the token, or -1 for prompts, given answers and
+    # padding.
     lags_BT: Int32[AnyArray, "B T"]
-    # Log-probs, in nats, of the policy as the training step begins; None if that step has only one optimizer step.
+    # Log-probs, in nats, of the policy as the training step begins, or None if the training step has one optimizer
+    # step.
     proximal_logprobs_BT: Float32[AnyArray, "B T"] | None = None
-    # The mean over the token's response of log(policy / behaviour), or of log(policy / proximal) if decoupled, in nats.
-    # None if the loss does not read it.
+    # The mean, over the token's response, of log(policy / behaviour), or of log(policy / proximal) if decoupled, in
+    # nats. None if the loss does not read this mean.
     policy_log_ratios_BT: Float32[AnyArray, "B T"] | None = None
-    # A critic's values before the step, and the returns that it learns, in the unit of rewards; None without a critic.
+    # A critic's values before the step, and the returns that the critic learns, in the unit of rewards. None without a
+    # critic.
     values_BT: Float32[AnyArray, "B T"] | None = None
     returns_BT: Float32[AnyArray, "B T"] | None = None

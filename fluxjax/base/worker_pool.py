@@ -1,7 +1,6 @@
-"""Calls a function in processes that can be killed: the time and the memory of each call are bounded.
+"""Calls a function in processes that can be killed, so that the time and the memory of each call are bounded.
 
-A thread that hangs, or takes memory without end, would end the run; a process that does so loses only its call.
-`subprocess` starts the processes when there is work: no process with threads is forked, and the main module is not
+`subprocess` starts the processes when there is work. No process with threads is forked, and the main module is not
 imported again. The processes run `worker_process.py`.
 """
 
@@ -28,12 +27,12 @@ from .process_channel import Channel
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 START_SECONDS = 120.0
 CLOSING_SECONDS = 5.0  # seconds that a process may take to end
-# One thread of OpenBLAS, and one heap of glibc for all threads: more would use up address space, which is bounded.
+# Several threads of OpenBLAS, or several heaps of glibc, would use up the bounded address space.
 ALONE = {"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
 
 class WorkerTimeout(Exception):
-    """A call took longer than its bound; its process was killed."""
+    """A call took longer than its bound, and its process was killed."""
 
 
 class WorkerDied(Exception):
@@ -45,7 +44,7 @@ class WorkerDied(Exception):
 
 
 class WorkerEnded(WorkerDied):
-    """The process of a call ended by itself, or something outside the run ended it; `how` says how."""
+    """The process of a call ended, but the run did not kill it. `how` is the signal or the exit code."""
 
     def __init__(self, how: str) -> None:
         super().__init__(f"ended its process ({how})")
@@ -53,7 +52,7 @@ class WorkerEnded(WorkerDied):
 
 
 class WorkerAbsent(WorkerDied):
-    """No process could be started for a call; `why` says why."""
+    """No process could be started for a call. `why` is the reason."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"a process for {name} can't be started: {why}")
@@ -65,14 +64,12 @@ class WorkerMemory(WorkerDied):
 
 
 class WorkerError(Exception):
-    """The function raised, or its result can't be sent; the text names the type of the error."""
+    """The function raised, or its result can't be sent. The text names the type of the error."""
 
 
 class _Process:
-    """A process that does one job at a time."""
-
     def __init__(self, begin: Mapping[str, Any]) -> None:
-        """Starts the process, sends it `begin`, and waits for its answer. Raises WorkerEnded or OSError."""
+        """Starts the process, sends `begin`, and waits for the answer. Raises WorkerEnded or OSError."""
         here, there = socket.socketpair()
         self.channel = Channel(here)
         self.jobs = 0  # jobs given to this process so far
@@ -84,7 +81,7 @@ class _Process:
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, **ALONE, "PYTHONPATH": os.pathsep.join(paths)},
                 pass_fds=[there.fileno()],
-                process_group=0,  # Ctrl-C reaches only the run; `kill` reaches the process's children
+                process_group=0,  # Ctrl-C reaches only the run, and `kill` reaches the children of the process
             )
         try:
             self.channel.send(begin)
@@ -97,14 +94,12 @@ class _Process:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Kills the process, and its children that are still in its process group."""
-        if self._process.poll() is None:  # else its number may belong to another process by now
+        if self._process.poll() is None:  # the number of an ended process may belong to another process
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
 
     def end(self) -> str:
-        """Closes the channel, kills the process if it does not end within CLOSING_SECONDS, and returns how it ended."""
         self.channel.close()
         try:
             code = self._process.wait(CLOSING_SECONDS)
@@ -115,8 +110,8 @@ class _Process:
 
 
 class PoolLoad(NamedTuple):
-    """`waiting` and `busy` count calls at this moment. `killed` counts the processes so far that were killed or died,
-    `seconds` adds up the durations of all calls so far."""
+    """`waiting` and `busy` count present calls. `killed` counts the processes that were killed or died. `seconds` is
+    the sum of the durations of all calls."""
 
     waiting: int = 0
     busy: int = 0
@@ -125,12 +120,13 @@ class PoolLoad(NamedTuple):
 
 
 class WorkerPool:
-    """Up to `workers` processes that call the function at `function_path` (`module:function`), one call at a time each.
+    """Up to `workers` processes, each of which makes one call at a time of the function at `function_path`
+    (`module:function`).
 
-    Argument and result are types of msgpack: None, numbers, text, bytes, lists, dictionaries (a tuple arrives as a
-    list); a function may also return `WithArrays`. Processes start when calls have to wait, import the module by this
-    process's `sys.path`, and stay; they do not import JAX. The function runs in a process's main thread, so that it may
-    use `signal.alarm`. Its standard output is dropped, its standard error is shown. Thread-safe.
+    Argument and result have types of msgpack: None, numbers, text, bytes, lists, dictionaries. A tuple arrives as a
+    list. A function may also return `WithArrays`. Processes start when calls have to wait, import the module by this
+    process's `sys.path`, and stay. The function runs in the main thread of a process, so that it may use
+    `signal.alarm`. Standard output of the function is dropped, standard error is shown. Thread-safe.
     """
 
     def __init__(
@@ -144,20 +140,20 @@ class WorkerPool:
         made_with: Any = None,
         patient: bool = True,
     ) -> None:
-        """`seconds` bounds a call without a bound of its own; `memory_gib` is the memory that the function may take
-        beside its imports; `name` is for messages. If `made_with` is not None, each process calls the object at
-        `function_path` with it once, before memory is bounded; that call returns the function. In a `patient` pool, a
-        call first waits for a process as long as a start takes: a few quick calls are not worth another start."""
+        """`seconds` bounds a call without its own bound. `memory_gib` is the memory that the function may take beside
+        its imports. `name` is for messages. If `made_with` is not None, the object at `function_path` makes the
+        function: each process calls it once with `made_with`, before memory is bounded. A `patient` pool starts another
+        process only after a call has waited as long as a start takes."""
         self.function_path, self.workers, self.name = function_path, workers, name
         self.seconds, self.memory_gib, self._made_with = seconds, memory_gib, made_with
         self._patient = patient
         self._starting = 0
-        self._start_seconds = 0.0  # seconds that the last start took
+        self._start_seconds = 0.0  # duration of the last start
         self._changed = threading.Condition()
         self._processes: set[_Process] = set()
         self._idle: list[_Process] = []
         self._load = PoolLoad()
-        self._urgent = 0  # waiting calls that go before all others
+        self._urgent = 0  # waiting calls that go before all other calls
         self._closed = False
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
 
@@ -169,10 +165,10 @@ class WorkerPool:
         urgent: bool = False,
         received: Callable[[Any, int, np.ndarray], object] = lambda result, number, array: None,
     ) -> Any:
-        """Returns the function's result, within `seconds` after a process has the argument. `received` is called for
-        each array behind the result, with the result, the array's number and the array; each array may take `seconds`
-        more. Urgent calls go before others. Raises WorkerTimeout, WorkerDied, WorkerError, and RuntimeError once the
-        pool is closed."""
+        """Returns the function's result, at most `seconds` after a process has the argument. `received` is called for
+        each array after the result, with the result, the array's number and the array. Each array may take further
+        `seconds`. Urgent calls go before other calls. Raises WorkerTimeout, WorkerDied, WorkerError, and RuntimeError
+        once the pool is closed."""
         seconds = self.seconds if seconds is None else seconds
         with self._turn(urgent):
             process = self._take()
@@ -202,7 +198,7 @@ class WorkerPool:
         return reply["result"]
 
     async def acall(self, argument: Any, seconds: float | None = None) -> Any:
-        """Does the same as `call`, for an event loop. Cancelling ends the wait, but no call that has begun."""
+        """Makes a `call` in an event loop. Cancelling ends the wait, but not a call that has begun."""
         if self._threads is None:
             self._threads = concurrent.futures.ThreadPoolExecutor(self.workers, thread_name_prefix=self.name)
         return await asyncio.wrap_future(self._threads.submit(self.call, argument, seconds))
@@ -211,7 +207,7 @@ class WorkerPool:
         return self._load
 
     def close(self) -> None:
-        """Kills the processes, at work or not. Threads that wait for a process get a RuntimeError."""
+        """Kills all processes. Threads that wait for a process get a RuntimeError."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -226,7 +222,6 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def _turn(self, urgent: bool) -> Iterator[None]:
-        """Waits until this call may have a process; counts the call as busy within the `with` statement."""
         with self._changed:
             self._count(waiting=1)
             self._urgent += urgent
@@ -247,12 +242,10 @@ class WorkerPool:
                 self._changed.notify_all()
 
     def _take(self) -> _Process:
-        """Returns a living process, which it starts if none is idle. Raises WorkerAbsent, and RuntimeError once the
-        pool is closed."""
         while (process := self._idle_one()) is not None:
             if process.lives:
                 return process
-            self._give_back(process, answered=False)  # something killed the process while it was idle
+            self._give_back(process, answered=False)  # the process was killed while it was idle
         begin = time.monotonic()
         try:
             process = self._start()
@@ -272,7 +265,8 @@ class WorkerPool:
         raise RuntimeError(self._closed_text)
 
     def _idle_one(self) -> _Process | None:
-        """Returns an idle process, or None if a process is to be started. A patient pool waits for an idle process."""
+        """Returns an idle process, or None if the caller must start a process. A patient pool waits for an idle
+        process."""
         with self._changed:
             while self._patient:
                 self._changed.wait_for(lambda: self._idle or self._closed or not self._starting)
@@ -281,7 +275,7 @@ class WorkerPool:
                 if not self._changed.wait_for(
                     lambda: self._idle or self._closed or self._starting, self._start_seconds
                 ):
-                    break  # otherwise look again: another call may be starting a process, one start at a time
+                    break  # otherwise looks again, because another call is starting a process
             self._check_open()
             if self._idle:
                 return self._idle.pop()
@@ -290,7 +284,7 @@ class WorkerPool:
 
     def _start(self) -> _Process:
         memory = int(self.memory_gib * (1 << 30))
-        path = [os.path.abspath(folder) for folder in sys.path]  # "" means the current folder
+        path = [os.path.abspath(folder) for folder in sys.path]  # an empty text means the current folder
         function = {"function": self.function_path, "made_with": self._made_with}
         process = _Process({**function, "path": path, "memory": memory})
         if "failed" in process.ready:
@@ -299,7 +293,6 @@ class WorkerPool:
         return process
 
     def _give_back(self, process: _Process, answered: bool, seconds: float = 0.0) -> None:
-        """Makes the process available to the next call, or ends a process that has not answered fully."""
         if not answered:
             process.kill()
             process.end()
@@ -312,7 +305,7 @@ class WorkerPool:
                 self._processes.discard(process)
                 self._count(killed=1)
 
-    def _count(self, **more: Any) -> None:  # Any: jaxtyping checks the dictionary against the annotation
+    def _count(self, **more: Any) -> None:  # Any, because jaxtyping compares the dictionary with the annotation
         self._load = self._load._replace(**{name: getattr(self._load, name) + count for name, count in more.items()})
 
     def _check_open(self) -> None:

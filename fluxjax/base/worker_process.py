@@ -1,8 +1,8 @@
 """A process that calls a function for each argument that a run sends, within bounds of memory and time.
 
-`WorkerPool` starts it as `python -m fluxjax.base.worker_process DESCRIPTOR`; DESCRIPTOR is a socket that connects the
-process with the pool. The process ignores SIGINT and SIGTERM, and ends with the run. The function's module may import
-JAX; this file must not.
+`WorkerPool` starts the process as `python -m fluxjax.base.worker_process DESCRIPTOR`. DESCRIPTOR is a socket that
+connects the process with the pool. The process ignores SIGINT and SIGTERM, and ends with the run. The function's module
+may import JAX, but this file must not.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import numpy as np
 from .errors import said
 from .process_channel import Channel, WithArrays
 
-GRACE = 10.0  # seconds past a job's bound after which the system ends this process, if the run has not ended it
-FIRST_VICTIM = "500"  # raises the process's score: when memory runs out, Linux kills the process of the highest score
+GRACE = 10.0  # seconds after a job's bound at which the system ends this process if the run has not ended it
+FIRST_VICTIM = "500"  # added to this process's score; Linux kills the process with the highest score if memory runs out
 
 
 def main(descriptor: int) -> None:
@@ -40,7 +40,7 @@ def main(descriptor: int) -> None:
         function = found(begin["function"])
         if begin["made_with"] is not None:
             function = function(begin["made_with"])
-    except Exception as error:  # whatever importing or calling the user's module raises
+    except Exception as error:  # the user's module may raise anything
         channel.send({"failed": f"{type(error).__name__}: {error}"})
         return
     bound_memory(begin["memory"])
@@ -52,7 +52,7 @@ def main(descriptor: int) -> None:
 
 
 def found(path: str) -> Callable[[Any], Any]:
-    """Returns the function at `module:function`. Raises AttributeError, and what importing the module raises."""
+    """Returns the function at `module:function`. Raises AttributeError and the errors of the import."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -66,10 +66,10 @@ def _answer(channel: Channel, function: Callable[[Any], Any], job: Mapping[str, 
         result = function(job["argument"])
         result, arrays = result if isinstance(result, WithArrays) else (result, ())
         reply = {"result": result, "arrays": len(arrays)}
-    except BaseException as error:  # includes SystemExit: the run gets an error, not the end of the process
+    except BaseException as error:  # BaseException includes SystemExit, after which the process should go on
         reply = {"memory": True} if lacked_memory(error) else {"error": said(error)}
     finally:
-        if os.getpid() != process:  # this is a child that the function forked: only the parent answers
+        if os.getpid() != process:  # this is a child that the function forked, and only the parent answers
             os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0)
     try:
@@ -81,11 +81,9 @@ def _answer(channel: Channel, function: Callable[[Any], Any], job: Mapping[str, 
         channel.send({}, array)
 
 
-# --- bounds ----------------------------------------------------------------------------------------
-
-
 def leave_signals_to_the_run() -> None:
-    """Ignores the signals that a terminal or Slurm sends to every process of a job: the run ends this process."""
+    """Ignores the signals that a terminal or Slurm sends to every process of a job, because the run ends this
+    process."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
@@ -97,14 +95,14 @@ def end_with_run(descriptor: int) -> None:
 
 def _end_when_closed(descriptor: int) -> None:
     poll = select.poll()
-    poll.register(descriptor, 0)  # only the hang-up wakes the poll
+    poll.register(descriptor, 0)  # only a closed connection wakes the poll
     poll.poll()
     os._exit(1)
 
 
 def bound_memory(allowed: int) -> None:
-    """Bounds the address space to its present size plus `allowed` bytes, if the system can. A crash leaves no core
-    file. When the machine's memory runs out, the system kills this process before the run."""
+    """Bounds the address space to its present size plus `allowed` bytes, on systems with this bound. A crash leaves no
+    core file. If the machine's memory runs out, the system kills this process before the run."""
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
@@ -116,10 +114,10 @@ def bound_memory(allowed: int) -> None:
 
 
 def lacked_memory(error: BaseException) -> bool:
-    """Says whether an error means a lack of memory; libraries raise errors of many kinds."""
+    """Says whether an error means a lack of memory, for which libraries raise errors of many kinds."""
     return any(
         isinstance(cause, MemoryError)
-        # EAGAIN: no memory for a thread's stack
+        # EAGAIN means that there is no memory for a thread's stack.
         or (isinstance(cause, OSError) and cause.errno in (errno.ENOMEM, errno.EAGAIN))
         or "out of memory" in str(cause).lower()
         for cause in _causes(error)

@@ -1,1 +1,1 @@
-"""Scored groups become the microbatches of a step: planned for the strategy, packed, written into arrays."""
+"""Turns scored groups into the microbatches of a step."""

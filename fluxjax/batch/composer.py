@@ -1,8 +1,7 @@
-"""Turns scored groups into the microbatches of a step: RL, supervised warm starts and log-probs take the same way.
+"""Turns scored groups into the microbatches of a step.
 
-`Composer` decides what is trained on and with which weights; the object that it chose for `sharding.strategy` (`rows`,
-`spreading` or `own_pace`) decides which devices compute what, and `fill` writes the arrays. A `Team` is the process, or
-the processes, that compose and train.
+`Composer` decides which responses are trained on, and with which loss weights. Its dealer for `sharding.strategy`
+(`rows`, `spreading` or `own_pace`) decides which devices compute which responses. `fill` writes the arrays.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ Minibatch: TypeAlias = tuple[Sequence[Group], Mapping[int, PreparedPrompt]]  # g
 class Composer:
     """Packs all responses of a step for `num_devices` devices.
 
-    `vision` and `text` are the model's sizes. Without `vision`, for a text model, batches have no vision buffer; `text`
-    bounds the devices of a sequence (None: no bound). `shapes`, which is part of a run's state, remembers the buffer
-    sizes of earlier microbatches to keep compiled shapes few.
+    `vision` and `text` are the model's sizes. `vision` is None for a text model, whose batches have no vision buffer.
+    `text` bounds the number of devices of a sequence (None: no bound). `shapes` remembers the buffer sizes of earlier
+    microbatches, and is part of a run's state.
 
-    Raises ConfigError for `packing` that can hold nothing, for degrees that `num_devices` does not allow, and for a
-    calibration that can't be read.
+    Raises ConfigError for `packing` that can hold nothing, for a degree that `num_devices` does not allow, and for an
+    unreadable calibration.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class Composer:
         self._dealer = self._dealer_for(config.sharding.strategy, num_devices)
 
     def _dealer_for(self, strategy: Strategy, num_devices: int) -> RowPacking | Spreading | OwnPace:
-        """Returns the object that decides which devices compute what."""
         if isinstance(strategy, FSDP):
             return RowPacking(self._config, num_devices, self._vision, self.shapes, self.room.runs)
         if isinstance(strategy, ODC):
@@ -86,7 +84,7 @@ class Composer:
 
     @property
     def num_shapes(self) -> int:
-        """The number of shapes of microbatches that were compiled."""
+        """The number of compiled shapes of microbatches."""
         return len(self.shapes)
 
     def check(self) -> None:
@@ -114,20 +112,20 @@ class Composer:
         skip_idle: bool = False,
         version: int | None = None,
     ) -> Share:
-        """Plans the microbatches of all shards, with the loss weights, advantages and log-probs of the responses, and
-        remembers their sizes. Reads no token and no pixel of any prompt.
+        """Plans the microbatches of all shards, and remembers the sizes of their buffers. Reads no token and no pixel
+        of a prompt.
 
-        `prepared` maps the draw of each group to its prompt. Groups are laid out by draw and responses by sample,
-        whatever order they arrive in.
+        `prepared` maps the draw of each group to its prompt. Groups are laid out in the order of draws, and responses
+        in the order of samples.
 
-        `skip_idle` leaves out groups whose advantages are all zero: their gradient is zero unless there is a KL term.
-        Loss weights still count these groups. If no group has an advantage, the first group stays.
+        `skip_idle` leaves out groups whose advantages are all zero, and whose gradient is therefore zero without a KL
+        term. Loss weights still count these groups. If all advantages of all groups are zero, the first group stays.
 
-        `version` is the version of the weights to be trained; the lag of a token is its distance from this version
-        (None: the newest version among the tokens).
+        `version` is the version of the weights to be trained; None means the newest version among the tokens. A token's
+        lag is its distance from this version.
 
-        Raises ConfigError, naming prompt and field, for a sequence or media that fit no buffer, and ValueError for
-        groups that contradict each other, `prepared` or `version`, or that have no token at all.
+        Raises ConfigError, naming prompt and field, for a sequence or media that fit no buffer. Raises ValueError for a
+        draw that two groups have or that `prepared` lacks, for an empty prompt, and for tokens newer than `version`.
         """
         self.shapes.next_step()
         to_train, version = self._chosen(groups, prepared, skip_idle, version)
@@ -135,7 +133,7 @@ class Composer:
         return Share.of_all(micros, to_train, self.num_devices, version)
 
     def lay_out(self, share: Share) -> Composition:
-        """Returns the microbatches of a share, with the rows of the share's shards only."""
+        """Returns the microbatches of a share, with only the rows of the share's shards."""
         return lay_out(share, self.room, self._tempered)
 
     def _chosen(
@@ -145,7 +143,6 @@ class Composer:
         skip_idle: bool,
         version: int | None,
     ) -> tuple[Sequence[TrainGroup], int]:
-        """Returns the groups to train, and the version of the weights that are trained."""
         config = self._config
         ordered = sorted(groups, key=attrgetter("prompt.draw"))
         for group, following in pairwise(ordered):
@@ -190,15 +187,14 @@ class Composer:
 
 
 class Team:
-    """The processes that train together, as one of them sees them: process 0 decides, and every process lays out its
-    share of a step. A `Team` has a single process; a `hosts.gang.Gang` has several. Only process 0 calls `composed`,
-    `hand_out`, `tell` and `whole`; the other processes call `laid_out` with the shares from process 0. All processes
-    call the remaining methods in the same order."""
+    """This process's view of the processes that train together. A `Team` has a single process, a `hosts.gang.Gang`
+    several. Only process 0 calls `composed`, `hand_out`, `tell` and `whole`. The other processes call `laid_out` with
+    their shares from process 0. All processes call the remaining methods in the same order."""
 
     process, processes = 0, 1
     links: Links | None = None  # links to the other processes
-    rank_here = 0  # the number of processes with lower numbers that share this process's ports
-    bytes_told = 0  # bytes sent by this process to all others together
+    rank_here = 0  # number of lower-numbered processes that share the ports of this process
+    bytes_told = 0  # bytes sent by this process to all others
     _expect: Callable[[Iterable[TrainBatch]], None] | None = None
 
     @property
@@ -211,9 +207,9 @@ class Team:
         place_of: Callable[[str], str],
         expect: Callable[[Iterable[TrainBatch]], None] | None,
     ) -> None:
-        """Sets what the shares of a step need: the run's settings; `place_of`, which returns the preprocessor that
-        holds a ticket's medium; `expect`, which is called with the batches that this process will read (None: batches
-        need no pixels)."""
+        """Sets what `laid_out` needs from a run of settings `config`. `place_of` returns the preprocessor that holds a
+        ticket's medium. `expect` is called with the batches that this process will read (None: batches need no
+        pixels)."""
         self._expect = expect
 
     def composed(
@@ -225,9 +221,9 @@ class Team:
         update: bool = True,
         **options: Any,
     ) -> list[Composition]:
-        """Returns the microbatches of process 0's share of each minibatch; `options` are those of `Composer.outline`.
-        The other processes get their shares, with `size` and `update` (see `PolicyTrainer.follow`), and lay them out at
-        the same time. After an error the team can't be used any more."""
+        """Returns the microbatches of process 0's share of each minibatch. `options` are those of `Composer.outline`.
+        The other processes get their shares, with `size` and `update` (see `PolicyTrainer.follow`). After an error the
+        team can't be used any more."""
         with collector_paused():
             with self.stage("plan"):
                 steps = [composer.outline(groups, prepared, **options) for groups, prepared in minibatches]
@@ -249,47 +245,45 @@ class Team:
         return contextlib.nullcontext()
 
     def hand_out(self, shares: Sequence[Sequence[Share]], size: int = 0, update: bool = True) -> None:
-        """Orders every other process to learn from `shares[process]`, which has a share of each minibatch of a training
-        step or, without `update`, of a portion of a step."""
+        """Orders every other process to learn from `shares[process]`, its shares of the minibatches of a step. Without
+        `update`, the minibatches are a portion of a step."""
 
     def agree(self, compositions: Sequence[Composition]) -> None:
-        """Compares the settings and the shapes of arrays that decide this process's next programs with those of all
-        other processes. Raises LinkError in all processes if a process differs: the processes would wait for each other
-        for ever."""
+        """Compares, among all processes, the settings and the array shapes that decide the next programs. Raises
+        LinkError in all processes if a process differs."""
 
     def decided(self, value: Any, decide: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
-        """Calls `decide` in process 0, with the value of every process; returns this process's part of the result.
+        """Calls `decide` in process 0 with the values of all processes. Returns this process's element of the result.
         Values are numbers, texts, arrays of one dimension, and lists and dictionaries of these."""
         return decide([value])[0]
 
     def exchange(self, value: T) -> list[T]:
-        """Returns the `value` of every process, by process, in all processes; see `decided`."""
+        """Returns, in every process, the list of all processes' values (see `decided`)."""
         return self.decided(value, lambda every: [every] * len(every))
 
     def tell(self, order: Any) -> None:
-        """Sends all other processes the same order, a `hosts.orders.Order`. Raises LinkError if a process has
-        failed."""
+        """Sends all other processes a `hosts.orders.Order`. Raises LinkError if a process has failed."""
 
     def whole(self, make: Callable[[], Params], mesh: Mesh, *, adapters: bool = False) -> Params:
-        """Returns the weights that `make` returns, of the model or its adapters, as complete arrays in the memory of
-        process 0. Orders the other processes to take part in the gathering. A process that is alone gets the weights
-        unchanged."""
+        """Returns the weights of `make` as complete arrays in the memory of process 0. Orders the other processes to
+        take part in the gathering. With `adapters`, the weights are those of adapters. A process that is alone gets the
+        result of `make` unchanged."""
         return make()
 
     def stepped(self, idle: float | None = None) -> None:
-        """Notes that this process has made the step whose rows were handed out last; a second call for the same step
-        does nothing. `idle`: see `HostStatus`. Raises LinkError if a process has failed."""
+        """Notes that this process has finished the step that was handed out last. A second call for the same step does
+        nothing. `idle` is the field of `HostStatus`. Raises LinkError if a process has failed."""
 
     def statuses(self) -> list[HostStatus]:
-        """Returns the newest known statuses, by process: the status of this process and, in process 0, the statuses of
-        the others; empty if the process is alone."""
+        """Returns the newest statuses, in the order of processes: all statuses in process 0, else only this process's
+        status. Empty if the process is alone."""
         return []
 
     def close(self) -> None:
-        """Ends the time limit on progress."""
+        """Ends the watch over progress."""
 
 
-MAX_SHAPES = 32  # the most shapes of microbatches that are compiled, for each number of devices
+MAX_SHAPES = 32  # most compiled shapes of microbatches, for each number of devices
 
 
 def shape_book(config: Config) -> ShapeBook:
@@ -299,8 +293,7 @@ def shape_book(config: Config) -> ShapeBook:
 
 
 def _by_number(groups: Sequence[Group]) -> tuple[Sequence[Group], np.ndarray]:
-    """Returns the groups with their samples ordered by number, and their `Columns.numbers_G3` one after the other, `[R,
-    3]`."""
+    """Returns the groups with samples in order, and the concatenated `Columns.numbers_G3` of the groups, `[R, 3]`."""
     numbers = [group.columns.numbers_G3 for group in groups]
     numbers_R3 = np.concatenate([np.zeros((0, 3), np.int64), *numbers])
     begins = np.cumsum([0, *map(len, numbers)])[:-1]
@@ -316,10 +309,8 @@ def _sorted(group: Group) -> Group:
 
 
 def sft_groups(prompts: Sequence[PreparedPrompt], answer_ids: Sequence[Sequence[int]]) -> list[Group]:
-    """Returns one group for each prompt, with the given answer (stop id included) as its only response.
-
-    Log-probs are 0 and versions -1: no engine produced these tokens.
-    """
+    """Returns one group for each prompt, whose only response is the given answer with its stop id. Log-probs are 0 and
+    versions -1, because no engine produced the tokens."""
     groups = []
     for prepared, ids in zip(prompts, answer_ids, strict=True):
         draw, token_ids = prepared.prompt.draw, tuple(int(token) for token in ids)

@@ -1,4 +1,4 @@
-"""The microbatches of a step, and the cells of each response in the microbatches."""
+"""The microbatches of a step, and the cells of their responses."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ PerToken: TypeAlias = Sequence[jax.Array | np.ndarray]  # an array `[B, T]` for 
 
 @dataclasses.dataclass(frozen=True)
 class Microbatch:
-    """A batch of rows that is computed at once.
-
-    `owner` is the device that computes the batch alone, at its own pace; None: all devices compute the batch together.
-    `work` is the predicted cost of the batch for its busiest device, in any unit; None under strategies that need no
-    prediction. `layout` is the layout of the batch's shard plan; None if sequences are packed without a plan.
-    """
+    """A batch of rows that is computed at once. `owner` is the device that computes the batch alone, or None if all
+    devices compute the batch together. `work` is the predicted cost of the batch for its busiest device, in any unit,
+    or None if the strategy predicts no costs. `layout` is the layout of the batch's shard plan, or None if there is no
+    plan."""
 
     batch: TrainBatch
     owner: int | None = None
@@ -35,14 +33,15 @@ class Microbatch:
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
-    """The microbatches of one minibatch of a step, in the order of their computation, and the cells of each response.
+    """The microbatches of one minibatch of a step, and the cells of each response. Microbatches are in the order of
+    their computation.
 
     `keys[i]` is the (draw, sample) of response `i`, and `lengths[i]` the number of its tokens in `cells`. `cells` has
     the indices of these tokens, response after response, in the flattened and concatenated rows of `microbatches`.
 
-    In a run of several processes, `microbatches` have the rows of one process: all, some or none of a response's
-    tokens. `elsewhere` has the microbatches that devices of other processes compute alone, with shapes instead of
-    arrays. `coming` has some of `microbatches` in new buffer sizes, whose programs are to be compiled ahead.
+    In a run of several processes, `microbatches` have only the rows of this process, and `cells` only the tokens in
+    these rows. `elsewhere` has the microbatches that devices of other processes compute alone, with shapes instead of
+    arrays. `coming` has some of `microbatches` in new buffer sizes, whose programs are compiled ahead.
     """
 
     microbatches: tuple[Microbatch, ...]
@@ -50,12 +49,12 @@ class Composition:
     cells: np.ndarray
     lengths: np.ndarray
     coming: tuple[TrainBatch, ...] = ()
-    filled: tuple[Filled, ...] = ()  # the use of each microbatch's buffers, over all devices; empty beyond process 0
+    filled: tuple[Filled, ...] = ()  # the use of each microbatch's buffers, over all devices; only in process 0
     elsewhere: tuple[Microbatch, ...] = ()
 
     @property
     def everywhere(self) -> tuple[Microbatch, ...]:
-        """The microbatches of all processes; those of this process come first."""
+        """The microbatches of all processes, first those of this process."""
         return (*self.microbatches, *self.elsewhere)
 
     @property
@@ -63,18 +62,18 @@ class Composition:
         return tuple(microbatch.batch for microbatch in self.microbatches)
 
     def of_responses(self, arrays_BT: PerToken, dtype: type | None = None) -> np.ndarray:
-        """Returns the values of all response tokens, response after response, from one array for each microbatch."""
+        """Returns the values of all response tokens, response after response, from the arrays of all microbatches."""
         flat = [np.asarray(array, dtype).reshape(-1) for array in arrays_BT]
         return np.concatenate(flat)[self.cells] if flat else np.zeros(0, dtype)
 
     def summed(self, values: np.ndarray) -> np.ndarray:
-        """Returns each response's sum of `values`, which has one value a token, response after response."""
+        """Returns each response's sum of `values`, which has a value for each token, response after response."""
         responses = np.repeat(np.arange(len(self.keys)), self.lengths)
         return np.bincount(responses, values, minlength=len(self.keys))
 
     def scattered(self, values: np.ndarray) -> list[np.ndarray]:
-        """Returns an array `[B, T]` for each microbatch, from one value a token, response after response; all other
-        cells are 0."""
+        """Returns an array `[B, T]` for each microbatch, from a value for each token, response after response. All
+        other cells are 0."""
         shapes_BT = [batch.loss_weights_BT.shape for batch in self.batches]
         sizes = [math.prod(shape) for shape in shapes_BT]
         flat = np.zeros(sum(sizes), np.float32)
@@ -83,7 +82,7 @@ class Composition:
         return [part.reshape(shape) for part, shape in zip(parts, shapes_BT, strict=True)]
 
     def replaced(self, arrays: Mapping[str, PerToken]) -> Composition:
-        """Returns the composition with `arrays` in the fields of `TrainBatch` that they are named by: one array for
+        """Returns the composition with `arrays` in its batches. `arrays` has, by field of `TrainBatch`, an array for
         each microbatch of this process. The microbatches of other processes get shapes instead of arrays."""
 
         def with_fields(microbatch: Microbatch, fields: Mapping[str, Any]) -> Microbatch:
@@ -98,7 +97,7 @@ class Composition:
 
 
 def unpack(composition: Composition, arrays_BT: PerToken) -> dict[tuple[int, int], np.ndarray]:
-    """Returns the values of each response's tokens by (draw, sample), from one array `[B, T]` for each microbatch.
+    """Returns the values of each response's tokens by (draw, sample), from an array `[B, T]` for each microbatch.
     Raises ValueError for arrays of other shapes."""
     shapes_BT = [batch.loss_weights_BT.shape for batch in composition.batches]
     if [np.shape(array) for array in arrays_BT] != shapes_BT:
@@ -108,14 +107,14 @@ def unpack(composition: Composition, arrays_BT: PerToken) -> dict[tuple[int, int
 
 
 def packing_metrics(compositions: Sequence[Composition], num_devices: int) -> dict[str, float]:
-    """Returns the number of microbatches, and the used shares of the token buffers and of the patch buffers, from 0 to
-    1 (patches of text models: 0).
+    """Returns the number of microbatches, and the used shares (0 to 1) of the token buffers and of the patch buffers.
+    The share of patch buffers is 0 for a text model.
 
-    If sequences are packed by plans, the result also has the share of tokens in sequences on more than one device, and
-    the padded share of the rows. If devices keep their own pace, the result has the predicted share of device time that
-    is spent waiting for the busiest device, the number of collective microbatches, and the most and fewest microbatches
-    of a device, collective ones included. Otherwise the result has largest over mean attention work and tokens of a
-    device, and the padded share of the all-to-alls.
+    With plans, the result also has the share of tokens in sequences on more than one device, and the padded share of
+    the rows. If devices keep their own pace, the result has the predicted share of device time lost by waiting for the
+    busiest device. The result then also has the number of collective microbatches, and the most and fewest microbatches
+    of a device, with the collective microbatches. Under other strategies with plans, the result has the ratio of a
+    device's largest to mean attention work, the same ratio of tokens, and the padded share of the all-to-alls.
     """
     elsewhere = [microbatch for composition in compositions for microbatch in composition.elsewhere]
     microbatches = [microbatch for composition in compositions for microbatch in composition.microbatches] + elsewhere

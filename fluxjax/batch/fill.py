@@ -1,9 +1,8 @@
 """Writes packed groups into the arrays of their microbatches.
 
-The cells (row, column) of a microbatch are numbered row by row, so that a prompt or a response is a span of successive
-cells, and one scatter writes an array for all responses. Sequences that are spread over devices are first laid out as
-one long row, as if there were one device. The layout of their plan then gives the device and the column of each token
-of the long row.
+The cells (row, column) of a microbatch are numbered row by row, so that each prompt and each response is a span of
+successive cells. Sequences that are spread over devices are first laid out as one long row, as if there were one
+device. The layout of the plan then gives the device and the column of each token of the long row.
 """
 
 from __future__ import annotations
@@ -31,21 +30,23 @@ from .share import Groups, Outline, Piece, Row, Share, TrainGroup
 
 @dataclasses.dataclass
 class Spans:
-    """The spans of all prompts and responses of a microbatch. Columns count within a row, features within a shard."""
+    """The spans of all prompts and responses of a microbatch. Columns are counted within a row, features within a
+    shard."""
 
     total: int  # number of cells
-    prompts: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # cell, segment, first feature
+    prompts: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # first cell, segment, first feature
     inputs: list[ModelInput] = dataclasses.field(default_factory=list)  # inputs of each prompt
     responses: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
-    # of a response: cell, segment, branch, column of the token that predicts its first token, position of that token
+    # For each response: first cell, segment, branch, and column and position of the token that predicts the first
+    # token.
     keys: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (draw, sample) of each response
     data: list[bytes] = dataclasses.field(default_factory=list)  # `Response.data` of each response
-    lengths: list[int] = dataclasses.field(default_factory=list)  # tokens of each response
-    weights: list[float] = dataclasses.field(default_factory=list)  # loss weight of a token of each response
+    lengths: list[int] = dataclasses.field(default_factory=list)  # number of tokens of each response
+    weights: list[float] = dataclasses.field(default_factory=list)  # loss weight of each token, by response
     advantages: list[float] = dataclasses.field(default_factory=list)  # advantage of each response
 
     def place(self, row: Row, cell: int, groups: Groups, features: dict[int, int], share: bool) -> None:
-        """Appends the spans of a row whose first cell is `cell`."""
+        """Appends the spans of a row that begins at `cell`."""
         column = 0
         for segment, piece in enumerate(row, 1):
             group = groups[piece.item]
@@ -72,8 +73,8 @@ class Spans:
 
 
 def lay_out(share: Share, room: Room, tempered: bool) -> Composition:
-    """Returns the microbatches of a share. With `tempered` each batch has its tokens' sampling temperatures. Without
-    `room.share_prompts` every piece must have one response."""
+    """Returns the microbatches of a share. With `tempered`, each batch has the sampling temperatures of its tokens.
+    Without `room.share_prompts`, every piece must have one response."""
     here = [outline for outline in share.micros if outline.shards]
     elsewhere: list[Microbatch] = []
     for outline in share.micros:
@@ -88,8 +89,8 @@ def lay_out(share: Share, room: Room, tempered: bool) -> Composition:
 
 
 def _written(outlines: Sequence[Outline], share: Share, room: Room, tempered: bool) -> Composition:
-    """Returns the microbatches of `outlines`. A microbatch that all devices compute together has only the rows of the
-    share's devices."""
+    """Returns the microbatches of `outlines`. Of a microbatch that all devices compute together, only the rows of the
+    share's devices are written."""
     microbatches: list[Microbatch] = []
     keys: list[tuple[int, int]] = []
     cells, counts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
@@ -114,7 +115,6 @@ def _written(outlines: Sequence[Outline], share: Share, room: Room, tempered: bo
 
 
 def _packed(outline: Outline, share: Share, room: Room, tempered: bool) -> tuple[Spans, TrainBatch]:
-    """Lays out the rows of a microbatch without a plan."""
     sizes = outline.sizes
     rows, columns = sizes["rows"], sizes["columns"]
     spans, buffers = Spans(len(outline.shards) * rows * columns), list[VisionInput]()
@@ -132,7 +132,6 @@ def _packed(outline: Outline, share: Share, room: Room, tempered: bool) -> tuple
 def _spread(
     part: Part, outline: Outline, devices: range, share: Share, room: Room, tempered: bool
 ) -> tuple[Spans, TrainBatch, SizedLayout]:
-    """Lays out the rows of `devices` in a microbatch with a plan."""
     layout, media, vision = part.layout.sized(outline.sizes), part.media, None
     spans = Spans(sum(part.plan.lengths))
     spans.place(part.pieces, 0, share.groups, media.first_feature if media else {}, room.share_prompts)
@@ -150,7 +149,7 @@ def _spread(
 
 @functools.lru_cache(maxsize=1024)
 def _shapes_alone(sizes: tuple[tuple[str, int], ...], room: Room, tempered: bool) -> TrainBatch:
-    """Returns the shapes of a microbatch with buffers of `sizes` that one device computes alone."""
+    """Returns the shapes of a microbatch that one device computes alone, in buffers of `sizes`."""
     nothing = np.zeros(0, np.int64)
     plan = ShardPlan(1, (2,), (0.0,), (1,), (0,), (Round(1, ((0,),)),))
     outline = Outline((((Piece(0, (0,)),),),), dict(sizes), plan=plan, owner=0)
@@ -162,9 +161,9 @@ def _shapes_alone(sizes: tuple[tuple[str, int], ...], room: Room, tempered: bool
 def sized_group(
     tokens: int, shown: tuple[np.ndarray, np.ndarray], frames: Sequence[int], lengths: Sequence[int]
 ) -> TrainGroup:
-    """Returns a group that has sizes only. Its prompt has `tokens` tokens, the features `shown` (as in
-    `ModelInput.shown`), and a frame pair of n patches for each n of `frames`. Its responses have `lengths` tokens.
-    Other values are zero, and the prompt's zeros take no memory."""
+    """Returns a group of given sizes, with zeros as values. Its prompt has `tokens` tokens, the features `shown` (see
+    `ModelInput.shown`), and a frame pair of n patches for each n of `frames`. Its responses have `lengths` tokens. The
+    prompt's zeros take no memory."""
     index = np.full(tokens, -1, np.int32)
     where, which = shown
     index[where] = which
@@ -174,7 +173,7 @@ def sized_group(
         positions_P2=_zeros((patches, 2), np.int32),
         frame_segments_P=np.repeat(np.arange(1, len(frames) + 1, dtype=np.int32), frames),
         window_segments_P=_zeros((patches,), np.int32),
-        frame_bound=1,  # not used: the batch's bound is in `Outline.sizes`
+        frame_bound=1,  # not used, because `Outline.sizes` has the batch's bound
     )
     positions, count = _zeros((3, tokens), np.int32), len(lengths)
     inputs = ModelInput(_zeros((tokens,), np.int32), positions, index, 0, vision if len(frames) else None)
@@ -191,7 +190,7 @@ _PADDING = {"feature_index_BT": -1, "lags_BT": -1, "temperatures_BT": 1.0}  # ot
 
 
 def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout, devices: range) -> dict[str, np.ndarray]:
-    """Returns the tokens of one long row in the rows of `devices`: `[..., tokens]` -> `[..., devices, columns]`."""
+    """Moves the values of one long row, `[..., tokens]`, into the rows of `devices`, `[..., devices, columns]`."""
     at, here, size = _on(layout, devices, layout.cells)
     rows = {}
     for name, values in line.items():
@@ -202,8 +201,8 @@ def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout, devices: range)
 
 
 def _on(layout: SizedLayout, devices: range, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns the index of each of `cells` within the rows of `devices`, whether each cell is in these rows, and the
-    number of cells of these rows."""
+    """Returns (index of each cell within the rows of `devices`, whether the cell is in these rows, number of cells of
+    these rows)."""
     at, size = cells - devices.start * layout.columns, len(devices) * layout.columns
     return at, (at >= 0) & (at < size), size
 
@@ -216,8 +215,8 @@ def span_cells(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _arrays(spans: Spans, tokens_per_row: int, version: int, tempered: bool) -> dict[str, np.ndarray]:
-    """Returns the arrays of a microbatch, by its fields, as one tall stack of rows `[rows, T]` (positions `[3, rows,
-    T]`)."""
+    """Returns the arrays of a microbatch by field name, with all shards' rows in one stack `[rows, T]` (positions: `[3,
+    rows, T]`)."""
     total = spans.total
     arrays: dict[str, Any] = {name: np.zeros(total, np.int32) for name in ("tokens_BT", "segments_BT", "branches_BT")}
     arrays |= {
@@ -231,7 +230,7 @@ def _arrays(spans: Spans, tokens_per_row: int, version: int, tempered: bool) -> 
     column = np.arange(total, dtype=np.int32) % tokens_per_row
     arrays["predecessor_BT"] = np.maximum(column - 1, 0)
 
-    if not spans.prompts:  # the devices of this process have no rows in this microbatch
+    if not spans.prompts:  # no row of this microbatch is on this process's devices
         return _rows(arrays, tokens_per_row)
     starts, segments, features = np.array(spans.prompts).T
     lengths = np.array([len(prompt) for prompt in spans.inputs])
@@ -241,7 +240,7 @@ def _arrays(spans: Spans, tokens_per_row: int, version: int, tempered: bool) -> 
     index = np.concatenate([prompt.feature_index_T for prompt in spans.inputs])
     arrays["feature_index_BT"][cells] = np.where(index >= 0, index + np.repeat(features, lengths), -1)
     arrays["segments_BT"][cells] = np.repeat(segments, lengths)
-    arrays["predecessor_BT"][starts] = column[starts]  # no token predicts a prompt's first token, which names itself
+    arrays["predecessor_BT"][starts] = column[starts]  # a prompt's first token has no predecessor and names itself
 
     starts, segments, branches, last, position = np.array(spans.responses).T
     lengths = np.array(spans.lengths, np.int64)
@@ -271,7 +270,6 @@ def _rows(arrays: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
 def _train_batch(
     arrays: dict[str, np.ndarray], vision: VisionInput | None, sizes: Sizes, spread: Spread | None = None
 ) -> TrainBatch:
-    """Returns the batch with `arrays`, named by the fields of the batch and of its inputs."""
     inputs: dict[str, Any] = {name: arrays[name] for name in arrays if name in PackedTokens.__dataclass_fields__}
     beside: dict[str, Any] = {name: arrays[name] for name in arrays if name not in inputs}
     packed = PackedTokens(**inputs, vision=vision, spread=spread)
@@ -282,8 +280,8 @@ def _train_batch(
 def _media(
     rows: Iterable[Row], groups: Groups, num_patches: int, vision: VisionConfig
 ) -> tuple[VisionInput, dict[int, int]]:
-    """Returns a shard's vision buffer, with the media of each group once, and the first merged feature of each group by
-    item."""
+    """Returns a shard's vision buffer, with the media of each group once. Also returns, by item, the index of the
+    group's first merged feature."""
     first: dict[int, int] = {}
     parts: list[VisionInput] = []
     used = 0

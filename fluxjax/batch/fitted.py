@@ -1,9 +1,9 @@
 """Packs pieces into rows of fitted lengths (`sharding.strategy` `fsdp`).
 
-All rows of a microbatch have the length of its longest row, on every device. If sequences are longer than half of
-`packing.tokens_per_row`, rows of that length are half empty. Here each microbatch has its own row length, long
-sequences share a microbatch with sequences of similar length, and lengths that are compiled already are used if they
-waste little.
+All rows of a microbatch have the same length on every device, at least that of the longest sequence. Rows of
+`packing.tokens_per_row` are half empty for sequences a little longer than half of this length. Here each microbatch has
+its own row length, and long sequences share a microbatch with sequences of similar length. Compiled lengths are
+preferred if they waste little.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from sharding.spread.shapes import round_up
 from .share import Piece, Row
 
 MORE = 2  # additional microbatches tried, beyond the fewest that could hold all tokens
-GOOD = 1.06  # cells of rows over tokens, up to which no additional microbatch is tried
+GOOD = 1.06  # no additional microbatch is tried if cells over tokens are at most this
 LEAST = 8  # the least length of a row, in tokens
 
 
 def lengths_between(shortest: int, longest: int) -> list[int]:
-    """Returns the possible lengths of rows, ascending, from the least that holds `shortest` tokens up to `longest`."""
+    """Returns the possible lengths of rows, ascending, from the least length of at least `shortest` up to `longest`."""
     lengths, length = [], round_up(max(shortest, LEAST), longest)
     while length < longest:
         lengths.append(length)
@@ -36,8 +36,8 @@ def lengths_between(shortest: int, longest: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """A packing into microbatches of `rows` rows each: `lengths` has the row length of each microbatch, and piece `i`
-    is in row `where[i]`, counted over all microbatches. `used` omits microbatches without a piece."""
+    """A packing into microbatches of `rows` rows each. `lengths` has the row length of each microbatch. Piece `i` is in
+    row `where[i]`, counted over all microbatches."""
 
     rows: int
     lengths: tuple[int, ...]
@@ -49,7 +49,6 @@ class Fit:
         return np.unique(self.where // self.rows).tolist()
 
     def columns(self) -> int:
-        """Returns the sum of the row lengths of the `used` microbatches."""
         return sum(self.lengths[k] for k in self.used)
 
     def filled(self, pieces: Sequence[Piece]) -> list[tuple[int, list[Row]]]:
@@ -64,11 +63,9 @@ class Fit:
 
 
 def fit_rows(sizes: np.ndarray, rows: int, lengths: Sequence[int]) -> Fit | None:
-    """Packs pieces of these `sizes` (tokens) into microbatches of `rows` rows each.
-
-    `lengths` are the allowed row lengths, ascending; the last length decides how many microbatches are tried. Returns
-    the packing with the fewest cells that was found; None if no packing was found that holds all pieces.
-    """
+    """Packs pieces of these `sizes` (tokens) into microbatches of `rows` rows each. `lengths` are the allowed row
+    lengths, ascending. The last length decides how many microbatches are tried. Returns the packing with the fewest
+    cells among those found, or None if none is found."""
     order = np.argsort(-sizes, kind="stable")
     if not len(lengths) or sizes.max() > lengths[-1]:
         return None
@@ -81,7 +78,7 @@ def fit_rows(sizes: np.ndarray, rows: int, lengths: Sequence[int]) -> Fit | None
             if best is not None and cells >= best[0]:
                 break
             if rows * sum(length // smallest for length in chosen) < len(sizes):
-                continue  # even pieces of the smallest size would not all fit
+                continue  # not even pieces of the smallest size would all fit
             where = _placed(sizes, order, np.repeat(chosen, rows))
             if where is not None:
                 best = cells, Fit(rows, chosen, where)
@@ -92,8 +89,8 @@ def fit_rows(sizes: np.ndarray, rows: int, lengths: Sequence[int]) -> Fit | None
 
 
 def _choices(lengths: Sequence[int], count: int, total: int, rows: int, longest: int) -> Iterator[tuple[int, ...]]:
-    """Yields row lengths for `count` microbatches, descending, that could hold `total` tokens; fewest cells first.
-    All but the last two have the greatest length, or all but the last one are equal."""
+    """Yields row lengths, descending, for `count` microbatches that could hold `total` tokens, fewest cells first.
+    Either all lengths except for the last two are the greatest length, or all except for the last are equal."""
     pairs = list(combinations_with_replacement(reversed(lengths), min(count, 2)))
     chosen = {(*(lengths[-1],) * (count - 2), *pair) for pair in pairs}
     chosen |= {(*(pair[0],) * (count - 2), *pair) for pair in pairs}
@@ -102,10 +99,10 @@ def _choices(lengths: Sequence[int], count: int, total: int, rows: int, longest:
 
 
 def _placed(sizes: np.ndarray, order: np.ndarray, room: np.ndarray) -> np.ndarray | None:
-    """Returns the row of each piece: longest piece first, into the row that it fills best. Returns None if a piece fits
-    no row."""
+    """Puts each piece, the longest first, into the row with the fewest sufficient free tokens. Returns the row of each
+    piece, or None if a piece fits no row."""
     count = len(room)
-    left = np.sort(room.astype(np.int64) * count + np.arange(count)).tolist()  # sorted by free tokens, then by row
+    left = np.sort(room.astype(np.int64) * count + np.arange(count)).tolist()  # ascending by free tokens, then by row
     where: list[int] = []
     for size in sizes[order].tolist():
         k = bisect.bisect_left(left, size * count)

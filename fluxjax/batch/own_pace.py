@@ -1,12 +1,12 @@
 """Deals sequences to devices that keep their own pace (`sharding.strategy` `odc`).
 
-Devices wait for one another only at the end of a minibatch. So all devices should get equal work, summed over their
-microbatches; the number and the size of microbatches may differ (ODC paper, section 4). A microbatch is one row of one
-device, laid out by a plan of a single device. The device computes the row's media, too.
+Devices wait for one another only at the end of a minibatch. All devices should therefore get equal work in a minibatch,
+in any number of microbatches of any size (ODC paper, section 4). A microbatch is one row of one device, laid out by a
+plan of a single device. The same device computes the row's media.
 
 Sequences that one device can't hold are computed first, by all devices together, spread as under `flex_ulysses`. In
-these microbatches all devices wait for one another at every layer. So devices that the plan leaves idle compute shorter
-sequences, as long as the microbatch takes no more time.
+these microbatches all devices wait for one another at every layer. Devices that the plan leaves idle therefore compute
+shorter sequences, as long as the microbatch takes no more time.
 """
 
 import dataclasses
@@ -28,18 +28,14 @@ from .share import Item, Outline, Piece, TrainGroup, check, first_fit, pieces_of
 from .spreading import Spreading
 from .work import Estimate, estimate
 
-EVEN_TOKENS = 0.95  # mean over maximum of the devices' tokens, above which no device counts as idle
-CUTS = 3  # bounds on the size of a piece that are tried with shared prompts, each half of the one before
+EVEN_TOKENS = 0.95  # mean over maximum of the devices' tokens; above it, no device counts as idle
+CUTS = 3  # bounds on a piece's responses that are tried with shared prompts; each is half of the previous bound
 WORTH = 0.01  # share of a step's predicted time that further copies of prompts must save
 
 
 class OwnPace:
-    """Deals sequences to devices by LB-Mini (ODC: the work of a minibatch is even). First, devices compute together
-    the sequences that no single device holds.
-
-    Raises ConfigError for degrees that the devices or the heads of `text` do not allow, and for a calibration that
-    can't be read.
-    """
+    """Deals sequences to devices by LB-Mini (ODC paper), which makes the work of a minibatch even. Raises ConfigError
+    for a degree that the devices or the heads of `text` do not allow, and for an unreadable calibration."""
 
     def __init__(
         self, config: Config, num_devices: int, room: Room, text: TextConfig | None, shapes: ShapeBook
@@ -52,11 +48,11 @@ class OwnPace:
 
     def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
         """Returns the microbatches, and the groups that `Piece.item` counts. First come microbatches of all devices
-        together, for sequences that no single device holds. Then come microbatches of single devices, device after
-        device, each device's heaviest microbatch first. A device may have no microbatch of its own.
+        together, then microbatches of single devices. Microbatches of single devices are sorted by device, then by
+        decreasing work. A device may have no microbatch of its own.
 
         With `packing.share_prompts` a group is one sequence, whose responses are branches behind one copy of the
-        prompt. A group that exceeds a device's row, or would make devices wait, is cut into several sequences. Without
+        prompt. A group that exceeds a device's row, or makes the work uneven, is cut into several sequences. Without
         `packing.share_prompts` each response is a sequence.
 
         Raises ConfigError, naming prompt and field, for a sequence or media that the devices of a sequence do not hold.
@@ -66,7 +62,6 @@ class OwnPace:
         return outlines_of([*parts, *(self._alone(groups, len(together)) if rest else ())], self._shapes), groups
 
     def _alone(self, groups: Sequence[TrainGroup], first: int) -> list[Part]:
-        """Returns the microbatches of single devices, for the groups from index `first` on."""
         pieces, work, devices = self._deal([group.item for group in groups[first:]])
         pieces = [piece._replace(item=first + piece.item) for piece in pieces]
         patches, frame = self._room.patches, common_bound(group.inputs for group in groups[first:])
@@ -79,12 +74,9 @@ class OwnPace:
         return found
 
     def _deal(self, items: Sequence[Item]) -> tuple[list[Piece], np.ndarray, list[Microbatches]]:
-        """Returns the pieces, their work, and the microbatches of each device.
-
-        With about as many groups as devices, or fewer, the work can't be even. So with shared prompts smaller pieces
-        are tried, too: the responses of a piece have at most a device's share of all tokens, or a half or a quarter of
-        this share. More pieces need more copies of the prompts.
-        """
+        """Returns the pieces, their work, and the microbatches of each device. The work of few groups can't be even.
+        With shared prompts, smaller pieces are therefore tried, which need more copies of the prompts. The responses of
+        a smaller piece have at most a device's share of all tokens, or a half or a quarter of this share."""
         room, share = self._room.tokens, self._room.share_prompts
         whole = pieces_of(items, room, share)
         mean = -(-sum(piece.tokens for piece in whole) // self._num_devices)
@@ -100,14 +92,10 @@ class OwnPace:
         assert best is not None
         return best
 
-    # --- microbatches of all devices together ---------------------------------------------------------
-
     def _together(self, groups: Sequence[TrainGroup]) -> tuple[list[Part], list[TrainGroup], list[TrainGroup]]:
-        """Returns the microbatches that all devices compute together, the groups that `Piece.item` counts in these
-        microbatches, and the groups of all responses that no such microbatch has.
-
-        Raises ConfigError, naming prompt and field, for sequences too long for `degree` devices, and if no plan exists.
-        """
+        """Returns the microbatches that all devices compute together, and the groups that `Piece.item` counts in these
+        microbatches. Also returns the groups of all remaining responses. Raises ConfigError, naming prompt and field,
+        for a sequence too long for `degree` devices, and if no plan exists."""
         large, rest = self._split(groups)
         if not large:
             return [], [], rest
@@ -130,11 +118,8 @@ class OwnPace:
 
     def _split(self, groups: Sequence[TrainGroup]) -> tuple[list[TrainGroup], list[TrainGroup]]:
         """Returns the groups of responses that need several devices, and the groups of responses that one device holds.
-        A group may be in both lists, with different responses.
-
-        With `packing.share_prompts`, a response that one device could hold may stay with the longer responses of its
-        group (see `_followed`).
-        """
+        Both lists may have a group, with different responses. With `packing.share_prompts`, a response that one device
+        could hold may stay with the longer responses of its group (see `_followed`)."""
         room, share, patches = self._room.tokens, self._room.share_prompts, self._room.whole_patches
         degree, replica = self.degree, self._replica
         check(
@@ -157,20 +142,17 @@ class OwnPace:
         return large, rest
 
     def _filled(self, part: Part, shorter: Sequence[Piece], frame: int) -> tuple[ShardPlan, list[Piece]]:
-        """Returns the plan of `part` with some of the `shorter` sequences added on its idle devices, and the added
-        sequences. `shorter` has the longest sequence first.
-
-        All rows of a microbatch have the length of its longest row, and attention takes the time of the busiest device.
-        So no device gets more tokens or more attention than the fullest device of the plan has. Media are spread evenly
-        over a replica's devices, so they only have to fit.
-        """
+        """Adds some of the `shorter` sequences, longest first, to idle devices of the plan of `part`. Returns the new
+        plan, and the added sequences. No device gets more tokens, or more attention work, than the fullest device of
+        the plan has, so that the microbatch takes no more time. Media only have to fit, because they are spread evenly
+        over a replica's devices."""
         plan, patches, replica = part.plan, self._room.whole_patches, self._replica
         squares = dataclasses.replace(plan, work=tuple(piece.squares for piece in part.pieces)).compute()
         loads_D2 = np.stack([plan.rows(), squares], axis=1)
         most_2 = loads_D2.max(axis=0)
         if loads_D2[:, 0].mean() > EVEN_TOKENS * most_2[0]:
             return plan, []
-        # by replica: the patches of each item whose media the replica computes
+        # By replica: the number of patches of each item whose media the replica computes.
         media_R: list[dict[int, int]] = [{} for _ in range(plan.num_devices // replica)]
         for piece, first in zip(part.pieces, plan.firsts, strict=True):
             media_R[first // replica][piece.item] = piece.patches
@@ -196,7 +178,6 @@ class OwnPace:
         return ShardPlan(plan.num_devices, lengths, (0.0,) * len(lengths), degrees, all_firsts, packed), taken
 
     def _estimated(self, plan: ShardPlan, pieces: Sequence[Piece]) -> tuple[ShardPlan, float]:
-        """Returns the plan with each sequence's work without its media, and the busiest device's work with media."""
         work = work_of(self._work_of, [piece._replace(patches=0) for piece in pieces])
         media = float((work_of(self._work_of, pieces) - work).sum()) / plan.num_devices
         plan = dataclasses.replace(plan, work=tuple(work.tolist()))
@@ -211,8 +192,8 @@ def _on_one_device(pieces: Sequence[Piece]) -> ShardPlan:
 
 
 def _within(members: Sequence[int], pieces: Sequence[Piece], cap: int) -> list[list[int]]:
-    """Splits the members of a microbatch into parts of at most `cap` patches, as few as first-fit-decreasing finds. The
-    pieces of an item stay together, since a microbatch has an item's patches once."""
+    """Splits the members of a microbatch by first-fit-decreasing into parts of at most `cap` patches. The pieces of an
+    item stay together, since a microbatch has an item's patches once."""
     media = {pieces[i].item: pieces[i].patches for i in members}
     items = sorted(media)
     parts = [{items[k] for k in part} for part in first_fit([media[item] for item in items], cap)]
@@ -226,12 +207,12 @@ def work_of(estimate: Estimate, pieces: Sequence[Piece]) -> np.ndarray:
 
 
 def _followed(item: Item, beyond: set[int], room: int, all_room: int) -> set[int]:
-    """Returns `beyond`, the responses too long for one device. Adds the responses that share a copy of the prompt with
-    `beyond` if the copies that this saves have more tokens than the added responses."""
+    """Returns the responses to compute on several devices: `beyond`, which are too long for one device, and perhaps
+    responses that share their copies of the prompt. Further responses are added if the saved copies have more tokens
+    than these responses."""
     responses = set(range(len(item.responses)))
 
     def copies(together: set[int]) -> int:
-        """Returns the number of prompt copies if `together` is computed together and the rest on single devices."""
         kinds = (together, all_room), (responses - together, room)
         return sum(len(pieces_of([_of(some)], longest, True)) for some, longest in kinds if some)
 

@@ -1,7 +1,7 @@
-"""A microbatch whose sequences are spread over devices, before its arrays exist: pieces, plan and frames.
+"""A microbatch whose sequences are spread over devices, before its arrays exist.
 
-The work of the vision tower has an even plan of its own (`sharding.planner.vision_units`). The tower's features then
-travel to their tokens (`sharding.spread.route`).
+The work of the vision tower has an even plan of its own (`sharding.planner.vision_units`). The features of the tower
+then travel to their tokens (`sharding.spread.route`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
 from .share import Groups, Outline, Piece, runs_bound
 
-# A device exports a token that predicts a token on another device: at most two in each round of a degree above 1. The
-# last token of the device's chunk predicts the next chunk's first token. A prompt's last token in the chunk predicts
-# the first tokens of responses beyond the chunk. At most one sequence goes on beyond the chunk's end.
+# Most tokens that a device exports in a round of a degree above 1. An exported token predicts a token of another
+# device. The last token of the device's chunk predicts the next chunk's first token. A prompt's last token in the chunk
+# predicts the first tokens of responses beyond the chunk.
 EXPORTS = 2
 
 Tree = TypeVar("Tree")  # a pytree of arrays
@@ -36,14 +36,14 @@ Tree = TypeVar("Tree")  # a pytree of arrays
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """A device's capacity in a microbatch: one row of `tokens` (`tokens_per_row * rows_per_device`), and `patches`."""
+    """A device's capacity in a microbatch: `tokens` (`tokens_per_row * rows_per_device`) and `patches`."""
 
     tokens: int
     patches: int
     share_prompts: bool
     vision: VisionConfig | None
     degree: int = 1  # the most devices that compute one sequence
-    runs: bool = False  # rows have the table of their runs, for a model with Gated DeltaNet
+    runs: bool = False  # rows need the table of their runs, for a model with Gated DeltaNet
 
     @property
     def whole_patches(self) -> int:
@@ -60,24 +60,19 @@ class Room:
             caps["exports"] = round_up(EXPORTS * (len(rounds) - 1))
         if self.vision is not None:
             features = self.whole_patches // self.vision.merge_unit
-            # In the worst case a device passes on all features that it receives.
             sends = {f"send/{axis}": features << k for k, axis in enumerate(binary_axes(num_devices))}
             caps |= {"patches": self.whole_patches, "frame": 1 << (self.whole_patches - 1).bit_length()} | sends
         return caps
 
 
 class Part:
-    """The `pieces` of some groups, each computed as one sequence, and the `plan` of their devices.
-
-    `owner` is the device that computes the entire part alone, by a plan of one device; None: the devices of the plan
-    compute the part together. `work` is the predicted cost for the busiest device, in any unit; None: no prediction is
-    needed. `shaped`: the plan was made for rows of a given length. `frame` bounds the patches of a frame pair.
-
-    Raises PlanError if the tokens or patches of a device exceed `room`.
-    """
+    """The `pieces` of some groups, and the `plan` of their devices. Each piece is computed as one sequence. `owner` and
+    `work` are those of `Microbatch`. An owner has a plan of one device. `shaped` means that the plan was made for rows
+    of a given length. `frame` bounds the patches of a frame pair. Raises PlanError if the tokens or patches of a device
+    exceed `room`."""
 
     layout: Layout
-    media: SpreadMedia | None  # None: a text model
+    media: SpreadMedia | None  # None for a text model
 
     def __init__(
         self,
@@ -110,7 +105,7 @@ class Part:
             sizes["runs"] = max(runs_bound([pieces[i] for i in members], share, n) for members, n in streams)
         if self.media is None:
             return sizes
-        # `media.needs` counts a feature once for each device that shows it, even if the feature crosses an axis only
+        # `media.needs` counts a feature once for each device that shows the feature, even if it crosses an axis only
         # once. The cap is a second bound.
         media = self.media.needs(*self._shown()) | {"frame": self._frame}
         return sizes | {n: min(need, self.caps[n]) if n.startswith("send/") else need for n, need in media.items()}
@@ -137,10 +132,8 @@ class Part:
 
 class SpreadMedia:
     """The media of a part: the device that computes each frame pair, and the row where each token finds its feature.
-
     `first_feature` has the number of each item's first merged feature, counted as if there were one device. Each
-    replica with pieces of an item computes the item's features: features never leave a replica.
-    """
+    replica (devices that exchange features) with pieces of an item computes the item's features."""
 
     def __init__(
         self, groups: Groups, pieces: Sequence[Piece], plan: ShardPlan, room: Room, vision: VisionConfig
@@ -160,7 +153,7 @@ class SpreadMedia:
         self._groups = groups
         items: list[int] = []  # the item of each unit (a frame pair)
         edges: list[tuple[int, int]] = []  # the first patch of each unit, and its end
-        # The index of each feature that a replica uses, among all computed features (unit after unit).
+        # By replica and feature: the feature's index among all computed features, in the order of units.
         self._computed = np.zeros((plan.num_devices // self._replica, total), np.int64)
         home: list[int] = []  # the piece of each unit
         used = 0
@@ -192,11 +185,10 @@ class SpreadMedia:
             )
 
     def items_on(self, devices: range) -> set[int]:
-        """Returns the items with a frame that one of these devices computes."""
         return set(self._items[(self._owners >= devices.start) & (self._owners < devices.stop)].tolist())
 
     def needs(self, device: np.ndarray, feature: np.ndarray) -> Sizes:
-        """Returns the least buffer sizes if a token on `device[i]` shows `feature[i]`."""
+        """Returns the least buffer sizes. Token i is on `device[i]` and shows `feature[i]`."""
         merged = self._sizes // self._vision.merge_unit
         source = np.repeat(self._owners, merged)[self._computed[device // self._replica, feature]]
         pairs = np.bincount(source * self._num_devices + device, minlength=self._num_devices**2)
@@ -206,8 +198,7 @@ class SpreadMedia:
     def buffers(
         self, feature_index: np.ndarray, device: np.ndarray, sizes: Sizes, devices: range
     ) -> tuple[np.ndarray, VisionInput]:
-        """Returns the row where each token finds its feature after routing, and the patches of these devices side by
-        side."""
+        """Returns the row where each token finds its feature after routing, and the vision input of these devices."""
         patches = -(-sizes["patches"] // self._vision.merge_unit) * self._vision.merge_unit
         tokens = np.flatnonzero(feature_index >= 0)
         way, found = self._way(device[tokens], feature_index[tokens], patches // self._vision.merge_unit, sizes)
@@ -218,12 +209,13 @@ class SpreadMedia:
     def _way(
         self, device: np.ndarray, feature: np.ndarray, rows: int, sizes: Sizes
     ) -> tuple[ExchangeRoute, np.ndarray]:
-        """Returns the route, and the row where a token on `device[i]` finds `feature[i]`."""
+        """Returns the route of the features, and the row where each token finds its feature. Token i is on `device[i]`
+        and shows `feature[i]`."""
         owners = self._owners
         order = np.argsort(owners, kind="stable")
         ends = np.cumsum(self._sizes[order])
         begun = np.concatenate([[0], ends])[np.searchsorted(owners[order], owners[order])]
-        placed = np.zeros(len(owners), np.int64)  # first patch of each unit in its device's buffer
+        placed = np.zeros(len(owners), np.int64)  # by unit: its first patch in its device's buffer
         placed[order] = ends - self._sizes[order] - begun
         merged = self._sizes // self._vision.merge_unit
         within = np.arange(merged.sum()) - np.repeat(np.cumsum(merged) - merged, merged)
@@ -253,7 +245,6 @@ class SpreadMedia:
 
 
 def _runs(units: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Joins units that follow each other in one item."""
     runs: list[tuple[int, int, int]] = []
     for item, start, stop in units:
         if runs and runs[-1][0] == item and runs[-1][2] == start:

@@ -1,6 +1,7 @@
 """Packs responses into rows, and rows into shards, by bin packing (`sharding.strategy` `fsdp`).
 
-The packing is a pure function of the ordered sizes and the shape book, so a resumed run packs as the interrupted run.
+The packing is a pure function of the ordered sizes and the shape book, so that a resumed run packs as the interrupted
+run.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from ..config import Config, ConfigError
 from .fitted import Fit, fit_rows, lengths_between
 from .share import Item, Outline, Piece, Row, TrainGroup, check, chunks_needed, most_chunks, pieces_of
 
-# tokens: with a smaller `packing.tokens_per_row`, fitted row lengths save less than compiling their programs costs
+# Least `packing.tokens_per_row`, in tokens, for fitted row lengths. In shorter rows, fitted lengths save less time than
+# their compilation takes.
 LONG = 1024
-FEWER = 0.97  # share of the best packing's cells that a packing with fewer rows a microbatch must stay below
-SHORTEST = 16  # no row is shorter than `packing.tokens_per_row` divided by this
-GRID = 3  # sizes of a buffer: the cap, a half and a quarter of the cap; for the number of short rows also 3/4
+FEWER = 0.97  # a packing with fewer rows a microbatch must have less than this share of the best packing's cells
+SHORTEST = 16  # no row is shorter than `packing.tokens_per_row` divided by this number
+GRID = 3  # sizes of a buffer (1, 1/2 and 1/4 of the cap); the number of short rows may also be 3/4
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The ascending sizes that a shard's part of a microbatch may have; the last one of each tuple is the cap."""
+    """The sizes that a shard's part of a microbatch may have. Each tuple is ascending and ends with the cap."""
 
     tokens_per_row: int
     rows: tuple[int, ...]
@@ -53,19 +55,18 @@ class Budget:
 
 
 class RowPacking:
-    """Packs groups into rows, in equal numbers on all devices. The rows have one length, or fitted lengths (`fitted`)
-    if fitted rows hold less padding."""
+    """Packs groups into rows, in equal numbers on all devices. All rows have the same length, or fitted lengths
+    (`fitted`) if these hold less padding."""
 
     def __init__(
         self, config: Config, num_shards: int, vision: VisionConfig | None, shapes: ShapeBook, runs: bool = False
     ) -> None:
-        """`runs`: each batch has the table of its rows' runs (`PackedRuns`)."""
         self._budget = Budget.of(config, num_shards, vision)
         self._share, self._vision, self._shapes = config.packing.share_prompts, vision, shapes
         self._most_chunks = most_chunks(config) if runs else 0
 
     def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
-        """Returns the microbatches, in buffers whose sizes the shape book chooses, and `groups`."""
+        """Returns the microbatches, with buffer sizes that the shape book chooses, and `groups`."""
         items = [group.item for group in groups]
         check(items, self._budget.tokens_per_row, self._budget.patches[-1])
         pieces = pieces_of(items, self._budget.tokens_per_row, self._share)
@@ -78,7 +79,6 @@ class RowPacking:
         return [self._sized(micro, frame, exact) for micro in plan], groups
 
     def _fitted(self, pieces: Sequence[Piece]) -> list[Outline] | None:
-        """Returns the microbatches in rows of fitted lengths; None if no such packing fits the budget."""
         budget, shapes, shards = self._budget, self._shapes, self._budget.num_shards
         best: tuple[int, Fit] | None = None  # (cells of one shard, fit)
         tokens = np.array([piece.tokens for piece in pieces])
@@ -109,14 +109,14 @@ class RowPacking:
             needs["chunks"] = max(chunks_needed(needs["columns"], row, self._share) for row in rows)
             caps["chunks"] = max(self._most_chunks, needs["chunks"])
         if self._vision is not None:
-            # The vision tower's program accepts no empty buffer: every buffer holds at least one feature's patches.
+            # The vision tower's program accepts no empty buffer. Every buffer therefore holds the patches of at least
+            # one feature.
             needs |= {"patches": max(micro.sizes["patches"], self._vision.merge_unit), "frame": frame}
             caps |= {"patches": budget.patches[-1], "frame": max(frame, 1 << (budget.patches[-1] - 1).bit_length())}
         sizes, coming = self._shapes.choose(needs, caps, _rows_cost, budget.num_shards, exact)
         return Outline(micro.shards, self._whole(sizes), self._whole(coming) if coming is not None else None)
 
     def _whole(self, sizes: Sizes) -> Sizes:
-        """Returns the sizes with patches that make up complete merged features."""
         if self._vision is None:
             return sizes
         unit = self._vision.merge_unit
@@ -124,34 +124,31 @@ class RowPacking:
 
 
 def _rows_cost(sizes: Mapping[str, int]) -> float:
-    """Returns the cost of buffers of these sizes, in tokens."""
     return sizes["rows"] * sizes["columns"] + sum(
         size_weight(name) * sizes.get(name, 0) for name in ("patches", "frame")
     )
 
 
 def cells_of(plan: Iterable[Outline]) -> int:
-    """Returns the tokens of one shard, padding included."""
+    """Returns the number of token cells of one shard, padding included."""
     return sum(micro.sizes["rows"] * micro.sizes["columns"] for micro in plan)
 
 
 def grid(cap: int, multiple: int = 1) -> tuple[int, ...]:
-    """Returns the few sizes, ascending, that a buffer of at most `cap` may take; all are multiples of `multiple`.
-
-    The sizes are few because each is compiled, and geometric so that a batch of at least a quarter of the cap is padded
-    to less than twice its size.
-    """
+    """Returns the few sizes, ascending, that a buffer of at most `cap` may take; all are multiples of `multiple`. The
+    sizes are few because each size is compiled. They are geometric, so that a batch of at least a quarter of the cap is
+    padded to less than twice its size."""
     cap = cap // multiple * multiple
     return tuple(sorted({-(-cap // (multiple << k)) * multiple for k in range(GRID)}))
 
 
 def packed(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget, share_prompts: bool) -> list[Outline]:
-    """Packs every response of every item once, by two heuristics, and returns the packing with the smaller buffers.
+    """Packs the responses of all items by two heuristics, and returns the packing with the smaller buffers.
 
     With `share_prompts` a prompt stands once before all responses of its piece. The first heuristic is
-    first-fit-decreasing over `pieces`. The second chains groups and lets a group continue in the next row, where its
-    prompt is repeated; chaining wins when few groups fit a row. Without `share_prompts` each response has its own
-    prompt, and is packed by decreasing size or in order (which keeps a group's media on one shard).
+    first-fit-decreasing over `pieces`. The second heuristic chains groups: a group may continue in the next row, where
+    its prompt is repeated. Without `share_prompts`, each response has its own prompt. The heuristics then pack
+    responses in order, which keeps a group's media on one shard, or by decreasing size.
 
     An item's patches count once for each shard that has rows of the item.
     """
@@ -170,19 +167,17 @@ def packed(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget, share
 
 
 def _least_cells(items: Sequence[Item], budget: Budget, share_prompts: bool) -> int:
-    """Returns a lower bound on `cells_of` any packing into rows of `budget`: each prompt stands in at least one row."""
+    """Returns a lower bound on `cells_of` any packing into rows of `budget`."""
     tokens = sum(sum(item.responses) + item.prompt * (1 if share_prompts else len(item.responses)) for item in items)
     rows = -(-tokens // (budget.tokens_per_row * budget.num_shards))
     return budget.tokens_per_row * max(rows, budget.rows[0])
 
 
 def _cost(plan: Sequence[Outline]) -> int:
-    """Returns the tokens and patches of one shard, padding included."""
     return cells_of(plan) + sum(micro.sizes["patches"] for micro in plan)
 
 
 def _first_fit(pieces: Sequence[Piece], budget: Budget) -> list[Row]:
-    """Returns rows, with each piece in the first row that has room for its tokens and patches."""
     rows: list[list[Piece]] = []
     free, patches = np.zeros(len(pieces), np.int64), np.zeros(len(pieces), np.int64)  # free tokens and patches of rows
     members: list[set[int]] = []
@@ -206,7 +201,8 @@ def _first_fit(pieces: Sequence[Piece], budget: Budget) -> list[Row]:
 
 
 def _chain(items: Sequence[Item], budget: Budget) -> list[Row]:
-    """Packs groups in order; a group begins in the row where the previous group ended and continues in the next row."""
+    """Packs groups in order. A group begins in the row where the previous group ends, and may continue in the next
+    rows."""
     rows: list[list[Piece]] = []
     free = patches = 0
     for index, item in enumerate(items):
@@ -230,12 +226,10 @@ def _chain(items: Sequence[Item], budget: Budget) -> list[Row]:
 
 
 def _spread(rows: Sequence[Row], budget: Budget, most: int = 0, tokens: int = 0) -> list[Outline]:
-    """Deals rows to the shards of as few microbatches as possible, with at most `most` rows a shard (0: as `budget`
-    allows) of `tokens` tokens (0: `budget.tokens_per_row`).
-
-    A row goes to the shard where it adds the fewest patches; of several such shards, to the shard with the fewest
-    patches, then with the fewest rows. A row that fits in no shard waits for the next microbatch.
-    """
+    """Deals rows to the shards of microbatches. A shard has at most `most` rows (0: as `budget` allows) of `tokens`
+    tokens (0: `budget.tokens_per_row`). A row goes to the shard where the row adds the fewest patches. Ties go to the
+    shard with the fewest patches, then to the shard with the fewest rows. A row that fits in no shard waits for the
+    next microbatch."""
     waiting = sorted(rows, key=lambda row: row[0])
     media = any(piece.patches for row in rows for piece in row)
     allowed = (most,) if most else budget.rows
@@ -260,7 +254,6 @@ def _spread(rows: Sequence[Row], budget: Budget, most: int = 0, tokens: int = 0)
 def _dealt(
     rows: Sequence[Row], num_shards: int, most_rows: int, most_patches: int
 ) -> tuple[tuple[tuple[Row, ...], ...], int, list[Row]]:
-    """Returns the rows of each shard of a microbatch, the most patches of a shard, and the rows that fit no shard."""
     shards: list[list[Row]] = [[] for _ in range(num_shards)]
     held, counts = np.zeros(num_shards, np.int64), np.zeros(num_shards, np.int64)  # patches and rows of each shard
     holders: dict[int, np.ndarray] = {}  # by item: the shards that hold its media

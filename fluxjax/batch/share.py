@@ -1,9 +1,9 @@
-"""A step before its arrays are written: groups, the pieces that they are cut into, outlines of its microbatches, and
-the share of each process.
+"""A step before its arrays are written: groups, pieces of groups, outlines of microbatches, and the share of each
+process.
 
-The process that has all groups plans a step from sizes alone. The other processes get their share, and read no prompt,
-response or pixel of other shares. If sequences are spread over devices, the positions of a device's tokens and
-features depend on the sizes of all sequences, so that every share has these sizes.
+Process 0 plans a step from sizes alone. Every other process gets its share, and reads no prompt, response or pixel of
+other shares. If sequences are spread over devices, every share has the sizes of all sequences, because the positions of
+tokens and features depend on these sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..config import Config, ConfigError
 
 
 class Item(NamedTuple):
-    """The sizes of a group: tokens of its prompt and of each of its responses (all positive), and patches."""
+    """The sizes of a group: the tokens of its prompt and of each response (all positive), and its patches."""
 
     name: str  # name of the prompt, for error messages
     prompt: int
@@ -34,22 +34,22 @@ class Item(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Responses of one item (indices, ascending) in one row, behind one copy of the prompt. `tokens`, `squares` and
+    """Responses of one item (ascending indices) in one row, behind one copy of the prompt. `tokens`, `squares` and
     `patches` are 0 in processes that do not plan."""
 
     item: int
     responses: tuple[int, ...]
     tokens: int = 0  # including the copy of the prompt
     squares: float = 0.0  # twice the (query, key) pairs of attention: `tokens**2` for a prompt with one response
-    patches: int = 0  # of the item; a device (with a plan, a replica) holds them once for all pieces of the item
+    patches: int = 0  # of the item; held once by a device (with a plan: by a replica) for all pieces of the item
 
 
 Row = tuple[Piece, ...]
 
 
 class TrainGroup(NamedTuple):
-    """A group to lay out: its prompt, the columns of its non-empty responses, and the loss weight of a token of each
-    response (float64)."""
+    """A group to lay out: its prompt, the columns of its non-empty responses, and for each response the loss weight
+    (float64) of a token."""
 
     name: str  # name of the prompt, for error messages; empty in processes that do not plan
     inputs: PromptInput
@@ -62,7 +62,7 @@ class TrainGroup(NamedTuple):
         return Item(self.name, len(self.inputs), tuple(lengths), 0 if patches_PX is None else len(patches_PX))
 
     def only(self, responses: Sequence[int]) -> TrainGroup:
-        """Returns the group with only these of its responses, in order."""
+        """Returns the group with only these of its responses (indices)."""
         draw, numbers_G3, advantages_G, data = self.columns
         if len(responses) == len(data):
             return self
@@ -71,7 +71,7 @@ class TrainGroup(NamedTuple):
         return self._replace(columns=columns, weights=self.weights[some])
 
 
-RUN_TOKENS = 32  # a table of runs always has room for runs of this average length
+RUN_TOKENS = 32  # a table of runs has room for all runs if they have this average length
 Groups: TypeAlias = Sequence[TrainGroup] | Mapping[int, TrainGroup]  # by item
 
 
@@ -83,7 +83,7 @@ def check(
     media: str = "packing.patches_per_device",
 ) -> None:
     """Raises ConfigError for a prompt that exceeds `tokens` with one of its responses, or whose media exceed `patches`.
-    `row` and `media` name the fields that set these bounds."""
+    `row` and `media` are the names of these bounds in messages."""
     for item in items:
         longest = item.prompt + max(item.responses)
         if longest > tokens:
@@ -98,12 +98,10 @@ def check(
 
 
 def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, responses: int = 0) -> list[Piece]:
-    """Returns the pieces, each computed as one sequence. Without `share_prompts`, each response is a piece.
-
-    With `share_prompts`, a group is cut into pieces of at most `longest` tokens, and of at most `responses` tokens
-    without the prompt (0: no limit): as few as first-fit-decreasing finds, nearly always one. If the longest response
-    alone exceeds these limits, its length is the limit of its group's pieces.
-    """
+    """Returns the pieces of the items. Each piece is computed as one sequence. Without `share_prompts`, each response
+    is a piece. With `share_prompts`, a group is cut into pieces of at most `longest` tokens by first-fit-decreasing. A
+    piece also has at most `responses` tokens without the prompt (0: no limit). If the longest response exceeds these
+    limits, its length becomes the limit of its group."""
     pieces: list[Piece] = []
     for number, (_, prompt, sizes, patches) in enumerate(items):
         if share_prompts:
@@ -120,13 +118,14 @@ def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, response
 
 
 def chunks_needed(columns: int, row: Sequence[Piece], share_prompts: bool) -> int:
-    """Returns the number of chunks in a row's table of runs (`PackedRuns`), enough for any lengths of the runs. With
-    `share_prompts`, each prompt and each response is a run, else each piece."""
+    """Returns the number of chunks in a row's table of runs (`PackedRuns`), which suffices for any lengths of the runs.
+    With `share_prompts`, each prompt and each response is a run, else each piece."""
     return _chunks_of(columns, _runs(row, share_prompts))
 
 
 def most_chunks(config: Config) -> int:
-    """Returns the chunks of a row of `packing.tokens_per_row` tokens that has all prompts and responses of a step."""
+    """Returns the number of chunks for a row of `packing.tokens_per_row` tokens with all prompts and responses of a
+    step."""
     columns, rollout = config.packing.tokens_per_row, config.rollout
     return _chunks_of(columns, min(columns, rollout.prompts_per_step * (1 + rollout.group_size)))
 
@@ -145,13 +144,13 @@ def _chunks_of(columns: int, runs: int) -> int:
 
 
 def _rounded(runs: int) -> int:
-    """Rounds a number of runs up to few values, since each number of chunks is a shape to compile."""
+    """Rounds a number of runs up to a power of two, since each number of chunks is a shape to compile."""
     return 1 << max(runs - 1, 0).bit_length()
 
 
 def first_fit(sizes: Sequence[int], room: int) -> list[tuple[int, ...]]:
-    """Deals sizes to parts of at most `room`, the largest size first, each to the first part with room. Returns the
-    indices of each part. A size above `room` is a part of its own."""
+    """Puts each size, the largest first, into the first part with room. The sizes of a part add up to at most `room`. A
+    size above `room` is a part of its own. Returns the indices of each part."""
     if sum(sizes) <= room:
         return [tuple(range(len(sizes)))]
     parts: list[list[int]] = []
@@ -167,8 +166,8 @@ def first_fit(sizes: Sequence[int], room: int) -> list[tuple[int, ...]]:
 
 
 class Filled(NamedTuple):
-    """The use of a microbatch's buffers, over all devices: its tokens and the cells of its token buffers, its patches
-    and the cells of its patch buffers."""
+    """The use of a microbatch's buffers, over all devices: tokens and cells of the token buffers, patches and cells of
+    the patch buffers."""
 
     tokens: int
     token_cells: int
@@ -180,11 +179,10 @@ class Filled(NamedTuple):
 class Outline:
     """A microbatch before its arrays are written.
 
-    `shards[s][r]` is row `r` of shard `s`. If a `plan` spreads sequences over devices, there is one long row, as if
-    there were one device. If a device of another process computes the microbatch alone, there are no shards: only its
-    shape and its work matter. `sizes` are the sizes of each shard's buffers; `coming` are sizes that would fit better,
-    once their program is compiled. `owner` and `work` are those of `Microbatch`. `part` is the `part.Part` of the plan;
-    only the process that plans has it.
+    `shards[s][r]` is row `r` of shard `s`. With a `plan`, there is one long row, as if there were one device. There are
+    no shards if a device of another process computes the microbatch alone. `sizes` are the sizes of each shard's
+    buffers. `coming` are sizes that fit better, whose program is not compiled yet. `owner` and `work` are those of
+    `Microbatch`. `part` is the `part.Part` of the plan, in the process that plans.
     """
 
     shards: tuple[tuple[Row, ...], ...]
@@ -205,7 +203,7 @@ class Outline:
 
     @property
     def program(self) -> tuple[object, ...]:
-        """A key that is equal for microbatches that the same compiled program computes."""
+        """A key of the compiled program that computes the microbatch."""
         return (self.num_devices, *sorted(self.sizes.items()))
 
     @property
@@ -222,8 +220,8 @@ class Outline:
         return Filled(sum(piece.tokens for piece in pieces), cells, sum(media.values()), patch_cells)
 
     def of(self, shards: range) -> Outline:
-        """Returns the outline for a process with these devices: their rows; with a plan all rows, or none if another
-        process has the owner."""
+        """Returns the outline for a process with these devices. Without a plan, the outline has the rows of these
+        devices. With a plan, it has all rows, or no rows if another process has the owner."""
         if self.plan is None:
             return Outline(self.shards[shards.start : shards.stop], self.sizes, self.coming)
         elsewhere = self.owner is not None and self.owner not in shards
@@ -239,12 +237,12 @@ class Outline:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The part of a step that one process lays out; a process that is alone lays out the entire step.
+    """The part of a step that one process lays out. A process that is alone lays out the entire step.
 
-    `micros` are the step's microbatches, for the devices `shards` of the mesh only; `groups` has the group of each
-    item. In processes that do not plan, groups that are not `needed` have sizes only, and responses outside of the rows
-    are empty. `version` is the version of the weights to be trained. `filled` has the use of all shards' buffers in
-    each microbatch; only the process that plans has it.
+    `micros` are the step's microbatches for the devices `shards` of the mesh. `groups` has the group of each item. In
+    processes that do not plan, groups outside of `needed` have only sizes, and responses outside of the rows are empty.
+    `version` is the version of the weights to be trained. `filled` has the use of all shards' buffers in each
+    microbatch, in the process that plans.
     """
 
     micros: tuple[Outline, ...]
@@ -261,12 +259,10 @@ class Share:
         return cls(tuple(micros), dict(enumerate(groups)), range(num_devices), version, needed, filled)
 
     def cut(self, processes: int) -> list[Share]:
-        """Returns the share of each of `processes` processes: the rows of the process's devices, and the groups in
-        these rows. A process needs the groups that have a token or a frame on one of its devices.
-
-        Media are numbered by the order of groups, which shares keep: all processes compute the same exchange of vision
-        features (`sharding.spread.route`).
-        """
+        """Returns the shares of `processes` processes. A share has the rows of the process's devices, and the groups of
+        these rows. A process needs the groups that have a token or a frame on one of its devices. Shares keep the order
+        of groups, which numbers the media, so that all processes compute the same exchange of vision features
+        (`sharding.spread.route`)."""
         count, shares = len(self.shards) // processes, list[Share]()
         for process in range(processes):
             shards = range(process * count, (process + 1) * count)

@@ -1,6 +1,6 @@
 """Spreads sequences over devices (`sharding.strategy` `ulysses`, `flex_ulysses`).
 
-A planner chooses each sequence's devices, microbatch by microbatch; `fill` then lays the microbatches out.
+A planner chooses the devices of each sequence in each microbatch. `fill` then lays the microbatches out.
 """
 
 import contextlib
@@ -25,19 +25,17 @@ from .work import calibrated, forward_seconds, mixing_work
 # (tokens of each sequence, squares of each sequence, the most tokens of a device) -> plan
 Planner = Callable[[Sequence[int], Sequence[float], int], ShardPlan]
 
-# Columns of a row divided by the mean tokens of a device: of rows for a new program, and the most for a compiled one.
+# Columns of a row over the mean tokens of a device: for a new program, and at most for a compiled program.
 TIGHT, LOOSE = 1.02, 1.12
-TRIES = 2  # lengths of compiled rows for which a plan is tried
-# the largest imbalance of a plan made for given rows; the second value applies if the plan saves a program
+TRIES = 2  # lengths of compiled rows that are tried
+# Largest imbalance of a plan for given rows, and of a plan that saves a program.
 EVEN, NEARLY_EVEN = 1.03, 1.06
 
 
 class Spreading:
-    """Plans microbatches: one device, or several together, compute each sequence.
-
-    The heads of `text` bound the degrees (None: no bound). Raises ConfigError for degrees that the devices or the
-    heads do not allow, and for a calibration that can't be read or that lacks one of these degrees.
-    """
+    """Plans microbatches in which one device, or several together, compute each sequence. The heads of `text` bound the
+    degrees (None: no bound). Raises ConfigError for a degree that the devices or the heads do not allow, and for a
+    calibration that is unreadable or lacks a degree."""
 
     def __init__(
         self, config: Config, num_devices: int, room: Room, text: TextConfig | None, shapes: ShapeBook
@@ -48,16 +46,16 @@ class Spreading:
         self._room = dataclasses.replace(room, degree=self.degree)
 
     def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
-        """Returns the microbatches and their groups; see `parts`."""
+        """Returns the microbatches of `parts`, and `groups`."""
         return outlines_of(self.parts(groups), self._shapes), groups
 
     def parts(self, groups: Sequence[TrainGroup]) -> list[Part]:
         """Returns as few microbatches as the devices' memory allows, each with one row a device. A step that fits no
-        compiled program would need a new program; once new programs are rare, such a step gets one more microbatch
-        instead, unless another step did so recently (`ShapeBook.settled`).
+        compiled program needs a new program, or compiled programs with one more microbatch. Once `ShapeBook.settled`,
+        the step gets one more microbatch if its parts then fit compiled programs.
 
-        With `packing.share_prompts` a group is one sequence, and its responses are branches behind one copy of the
-        prompt; otherwise each response is a sequence. Raises ConfigError if no plan exists.
+        With `packing.share_prompts` a group is one sequence, whose responses are branches behind one copy of the
+        prompt. Otherwise each response is a sequence. Raises ConfigError if no plan exists.
         """
         room, frame = self._room, common_bound(group.inputs for group in groups)
         # A group that exceeds `degree` devices is cut into pieces, and each piece computes the group's prompt again.
@@ -86,13 +84,10 @@ class Spreading:
         raise ConfigError(_explained(failures[0])) from failures[0]
 
     def _part(self, groups: Sequence[TrainGroup], pieces: Sequence[Piece], frame: int) -> Part:
-        """Returns the microbatch of these pieces.
-
-        A plan is first tried for the rows of compiled programs, then for rows slightly longer than a device's mean
-        tokens. If none of these plans is even, the planner chooses freely, unless a nearly even plan saves a program.
-        With measured costs (`sharding.calibration`) the planner always chooses freely: given rows would overrule the
-        costs.
-        """
+        """Returns the microbatch of these pieces. Plans are tried for the rows of compiled programs, then for rows
+        slightly longer than a device's mean tokens. If no such plan is even, the planner chooses freely, unless a
+        nearly even plan saves a program. With measured costs (`sharding.calibration`) the planner always chooses
+        freely, because given rows would overrule the costs."""
         tokens, squares = [piece.tokens for piece in pieces], [piece.squares for piece in pieces]
         room, mean = self._room.tokens, sum(tokens) / self._num_devices
         known = self._shapes.columns(self._num_devices, int(TIGHT * mean), min(int(LOOSE * mean), room))[:TRIES]
@@ -114,7 +109,6 @@ class Spreading:
         return fallback or free if self._compiled(free) is None else free
 
     def _held(self, part: Part) -> bool:
-        """Returns True if some compiled program is large enough for the part, with any amount of padding."""
         return bool(self._shapes.holding(part.needs, part.caps, self._num_devices))
 
     def _compiled(self, part: Part) -> Sizes | None:
@@ -122,8 +116,8 @@ class Spreading:
 
 
 def planner(config: Config, text: TextConfig | None, num_devices: int, room: int) -> tuple[int, Planner]:
-    """Returns the largest number of devices for one sequence, and the planner that `config.sharding` asks for. A device
-    holds `room` tokens. Raises ConfigError as `Spreading` does."""
+    """Returns the largest number of devices of a sequence, and the planner for `config.sharding`. A device holds `room`
+    tokens. Raises ConfigError as `Spreading` does."""
     settings, strategy = config.sharding, config.sharding.strategy
     heads = [] if text is None else [text.num_heads, *([text.delta.value_heads] if text.delta else [])]
     try:
@@ -165,14 +159,13 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
 
 
 def _explained(error: PlanError) -> str:
-    """Returns the error's message, with the names of settings instead of the names of limits."""
     words = str(error).replace("limits.tokens_per_device", "packing.tokens_per_row * packing.rows_per_device")
     return words.replace("limits.max_degree", "sharding.strategy.max_degree").replace("limits.num_heads", "the model's")
 
 
 def _deal(pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
-    """Deals pieces to microbatches: the longest first, to the microbatch with the fewest tokens. The pieces of a
-    microbatch keep their order in `pieces`."""
+    """Deals each piece, the longest first, to the microbatch with the fewest tokens. The pieces of a microbatch keep
+    their order in `pieces`."""
     if count == 1:
         return [list(pieces)]
     totals, members = [0] * count, [[] for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Estimates the cost of computing sequences, so that devices get equal work: measured seconds, or FLOPs."""
+"""Estimates the cost of computing sequences, in measured seconds or in FLOPs, so that devices get equal work."""
 
 import dataclasses
 import functools
@@ -20,12 +20,10 @@ VERL_LINEAR = 24576.0  # verl's work of a token, in the unit in which attention 
 
 
 def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | None) -> Estimate:
-    """Returns a function that estimates the work of sequences: in seconds if `sharding.calibration` is set, else in
-    FLOPs. Without a calibration and without the decoder's sizes `text`, the function computes verl's formula.
-
-    The function's argument `squares` is twice the number of (query, key) pairs of attention. A medium's patches count
-    for each sequence that shows the medium. Raises ConfigError for a calibration that can't be read.
-    """
+    """Returns a function that estimates the work of sequences, in seconds if `sharding.calibration` is set, else in
+    FLOPs. If `text` is None, too, the function computes verl's formula. The argument `squares` of the function is twice
+    the number of (query, key) pairs of attention. A medium's patches count for each sequence that shows the medium.
+    Raises ConfigError for an unreadable calibration."""
     if config.sharding.calibration:
         try:
             cost = calibrated(config, text, vision)
@@ -36,12 +34,10 @@ def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | Non
         )
     if text is None:
         return lambda tokens, squares, patches: VERL_LINEAR * tokens + squares
-    # The FLOPs are those of a forward pass; a backward pass takes about twice as many of each kind. Matrix products
-    # cost two FLOPs a token and weight. A pair costs two for its score and two for its value, in each channel of all
-    # heads of each layer, and `squares` count a pair twice. So in units of `squares` a token costs
-    # weights / (layers * heads * head_size)
-    # with the weights of all matrices, including the output head: 70,000 for Qwen2.5-VL-7B. ODC's fit to measured times
-    # of a 7B model has 64,500; verl's 24,576 also counts the pairs behind the mask.
+    # The FLOPs are those of a forward pass. Matrix products cost two FLOPs for each token and weight. A (query, key)
+    # pair costs four FLOPs in each channel of all heads of each layer, and `squares` count a pair twice. In the unit of
+    # `squares`, a token therefore costs weights / (layers * heads * head_size) with the weights of all matrices,
+    # including the output head. This is 70,000 for Qwen2.5-VL-7B. ODC's fit to measured times of a 7B model has 64,500.
     sizes = model_sizes(config, text, vision)
     token, square = sizes.linear_flops(), 2.0 * sizes.layers * sizes.heads * sizes.head_size
     patch = sizes.vision_flops() if vision is not None else 0.0
@@ -49,15 +45,15 @@ def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | Non
 
 
 def forward_seconds(cost: CostModel, tokens: Numbers, squares: Numbers) -> np.ndarray:
-    """Returns the seconds of a forward pass over each sequence, without its media."""
-    # Attention over a shared prompt is not quadratic in the length: the cost model gets the length of an unshared
-    # sequence with equal work.
+    """Returns the seconds of a forward pass over each sequence without its media."""
+    # Attention over a shared prompt is not quadratic in the length. The cost model therefore gets the length of an
+    # unshared sequence with equal work.
     return np.asarray(cost.attention_seconds(np.sqrt(squares)) + cost.linear_seconds(np.array(tokens, float)))
 
 
 def calibrated(config: Config, text: TextConfig | None, vision: VisionConfig | None = None) -> CostModel:
-    """Returns the cost model in the file `sharding.calibration`, for a model of these sizes. If `text` is None, the
-    sizes are those in the file. Raises CostError for a file that can't be read."""
+    """Returns the cost model in the file `sharding.calibration`, for a model of these sizes, or of the file's sizes if
+    `text` is None. Raises CostError for an unreadable file."""
     cost = _load(config.sharding.calibration)
     return cost if text is None else cost.of(model_sizes(config, text, vision))
 
@@ -99,7 +95,6 @@ def model_sizes(config: Config, text: TextConfig, vision: VisionConfig | None = 
 
 
 def _other_flops(text: TextConfig) -> float:
-    """Returns the FLOPs of a token in the layers of Gated DeltaNet and in the gates of attention layers."""
     if (heads := text.delta) is None:
         return 0.0
     gates = len(text.attention_layers) * text.hidden_size * text.num_heads * text.head_dim
@@ -109,7 +104,6 @@ def _other_flops(text: TextConfig) -> float:
 
 
 def _state_flops(text: TextConfig) -> float:
-    """Returns the FLOPs of a token in the states of all layers with Gated DeltaNet."""
     if (heads := text.delta) is None:
         return 0.0
     # A token reads its state twice and writes it once, and meets half of the other tokens of its chunk.
@@ -118,8 +112,8 @@ def _state_flops(text: TextConfig) -> float:
 
 
 def mixing_work(text: TextConfig | None, tokens: Numbers, squares: Numbers) -> np.ndarray:
-    """Returns the work of mixing the tokens of each sequence, in the unit in which attention costs `squares`. Layers
-    with Gated DeltaNet cost in proportion to the length."""
+    """Returns the work of mixing the tokens of each sequence, in the unit of `squares`. Layers with Gated DeltaNet cost
+    in proportion to the length."""
     if text is None:
         return np.asarray(squares, float)
     square = 2.0 * len(text.attention_layers) * text.num_heads * text.head_dim

@@ -1,11 +1,11 @@
-"""Media embedded in parquet files: the items of a column, the path of each item, and the bytes of one item at a time.
+"""Reads media that are embedded in parquet files.
 
-Data sets of the Hugging Face hub hold structs of `bytes` and `path`. The statistics of a row group count the `bytes`
-that are not null, and the short paths count the items: if all items or none are embedded, no media bytes are read. The
-statistics of a column of bytes suffice, too, unless the column holds lists. Other columns are read 16 rows at a time.
+Data sets of the Hugging Face hub hold structs of `bytes` and `path`. The statistics of a row group tell how many items
+have `bytes`. No media bytes are read if all items have `bytes`, or none. Otherwise 16 rows are read at a time, to see
+which items have `bytes`.
 
-A cell is named `COLUMN/ROW/INDEX`: the row counts within its file, the index within the row's list. The row groups in
-memory belong to one version of a file each, so that a changed file is read again.
+A cell is named `COLUMN/ROW/INDEX`. The row counts within its file, the index within the row's list. Row groups in
+memory belong to one version of a file, so that a changed file is read again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 from .locations import filesystem, is_url, reaching, version_of
 from .media_cache import Recent
 
-KEPT_BYTES = 256 << 20  # bytes of row groups in memory, beside the row group in use
+KEPT_BYTES = 256 << 20  # most bytes of row groups in memory; the newest row group stays even if it is larger
 KEPT_FILES = 16  # files that stay open
-SLOTS = pa.list_(pa.string())  # a row's items: a path, EMBEDDED if the column holds the bytes, or null for neither
+SLOTS = pa.list_(pa.string())  # each row's items: a path, EMBEDDED if the file holds the item's bytes, or null
 EMBEDDED = ""
 _ROWS = 16  # rows read at once if media bytes have to be read
 
@@ -40,18 +40,14 @@ class OtherVersion(CellError):
 
 
 def open_parquet(path: str) -> pq.ParquetFile:
-    """Opens a local file or a URL. Raises OSError.
-
-    Local files aren't mapped: values that were read must not change when a file is overwritten.
-    """
+    """Opens a local file or a URL. Raises OSError. Local files aren't memory-mapped, because values that were read must
+    not change when a file is overwritten."""
     system, place = filesystem(path) if is_url(path) else (None, path)
     with reaching(path):
         return pq.ParquetFile(place, filesystem=system, pre_buffer=system is not None)
 
 
 class _ParquetFile:
-    """An open file, which one thread at a time reads, and the first row of each row group."""
-
     def __init__(self, path: str) -> None:
         self.parquet = open_parquet(path)
         self.lock = threading.Lock()
@@ -61,14 +57,15 @@ class _ParquetFile:
 
 
 class Cells:
-    """Reads cells, from any thread."""
+    """Reads cells. Thread-safe."""
 
     def __init__(self) -> None:
         self._files = Recent[_ParquetFile](KEPT_FILES)
         self._groups = Recent[pa.ChunkedArray](KEPT_BYTES, lambda values: values.nbytes, keep_last=True)
 
     def read(self, path: str, stamp: str, cell: str) -> bytes:
-        """Returns the bytes of a cell of this version of a file. Raises CellError or OSError."""
+        """Returns the bytes of a cell. Raises CellError, OtherVersion if the file's version is not `stamp`, or
+        OSError."""
         try:
             column, row_text, index_text = cell.rsplit("/", 2)
             row, index = int(row_text), int(index_text)
@@ -97,7 +94,7 @@ class Cells:
             try:
                 file = _ParquetFile(path)
             finally:
-                _check(path, stamp)  # after opening: the opened file is of this version
+                _check(path, stamp)  # after opening, so that the opened file is of this version
             self._files.put((path, stamp), file)
         return file
 
@@ -114,7 +111,7 @@ class Cells:
                 with reaching(path):
                     values = file.parquet.read_row_group(group, columns=[column]).column(0)
             finally:
-                _check(path, stamp)  # after reading: the file may have been overwritten
+                _check(path, stamp)  # after reading, because the file may have been overwritten
             self._groups.put(key, values)
             return values
 
@@ -136,7 +133,8 @@ def is_answer(kind: pa.DataType) -> bool:
 
 
 def is_media(kind: pa.DataType) -> bool:
-    """Says whether a column of this type can hold media: bytes, paths, structs or lists of these, or nothing."""
+    """Says whether a column of this type can hold media: bytes, paths, structs with bytes or paths, or lists of these.
+    A column of nulls can, too."""
     if isinstance(kind, _LISTS):
         return is_media(kind.value_type)
     if pa.types.is_struct(kind):
@@ -167,14 +165,14 @@ def read_slots(file: pq.ParquetFile, group: int, column: str) -> pa.Array:
 
 
 def _leaves(file: pq.ParquetFile, group: int, column: str) -> dict[str, int]:
-    """Returns the index of each stored column that a column consists of, by the stored column's name."""
     metadata = file.metadata.row_group(group)
     names = [metadata.column(index).path_in_schema for index in range(metadata.num_columns)]
     return {name: index for index, name in enumerate(names) if name == column or name.startswith(f"{column}.")}
 
 
 def _present(file: pq.ParquetFile, group: int, leaves: dict[str, int], name: str) -> int | None:
-    """Returns the number of non-null values in the stored column of this name; None if the file has no count."""
+    """Returns the number of non-null values in the stored column of this name, or None if the file does not count
+    nulls."""
     for leaf, index in leaves.items():
         if leaf == name or leaf.endswith(f".{name}"):
             stored = file.metadata.row_group(group).column(index)

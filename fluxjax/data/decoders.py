@@ -41,7 +41,7 @@ Keep: TypeAlias = Callable[[Medium, int, np.ndarray], None]
 
 @dataclasses.dataclass(frozen=True)
 class DecodeJob:
-    """A medium to decode: all of it, or, if `medium` is given, its slices `first .. last - 1`."""
+    """A medium to decode, completely if `medium` is None, else only the slices `first` to `last - 1`."""
 
     name: str  # the medium's name in messages
     kind: str  # "image" or "video"
@@ -64,13 +64,13 @@ class DecodeJob:
 
 
 def _medium_of(values: Sequence[Any]) -> Medium:
-    """Returns the medium from the values of `dataclasses.astuple`, in which msgpack has made lists of tuples."""
+    """Returns the medium from the values of `dataclasses.astuple`. Msgpack has turned tuples into lists."""
     kind, grid, seconds, seekable, times = values
     return Medium(kind, tuple(grid), seconds, seekable, tuple(times))
 
 
 def decoded(settings: MediaSettings, job: DecodeJob) -> tuple[Medium, np.ndarray]:
-    """Decodes a job in this thread: returns the medium, and the patches `[P, 3, n]` (uint8) that the job asks for.
+    """Decodes a job in this thread. Returns the medium, and the patches `[P, 3, n]` (uint8) that the job asks for.
     Raises MediaError for any fault of the file, and MemoryError."""
     try:
         if job.medium is None:
@@ -86,7 +86,7 @@ def decoded(settings: MediaSettings, job: DecodeJob) -> tuple[Medium, np.ndarray
 
 
 class ThreadDecoders:
-    """Decodes in the calling thread: no process is started, and no decoding can be killed."""
+    """Decodes in the calling thread. A decoding cannot be killed."""
 
     def __init__(self, settings: MediaSettings) -> None:
         self.settings = settings
@@ -117,8 +117,8 @@ class ThreadDecoders:
 
 
 class DecoderPool:
-    """Decodes in up to `count` processes. A process that takes too long, or too much memory, is killed, and only its
-    file is lost. Has the methods of `ThreadDecoders`."""
+    """Decodes in up to `count` processes. A process that exceeds the bounds of time or memory is killed, and its job
+    raises MediaError. Has the methods of `ThreadDecoders`."""
 
     def __init__(self, settings: MediaSettings, count: int, *, seconds: float, memory_gib: float) -> None:
         """`seconds` and `memory_gib` bound the decoding of each file."""
@@ -171,7 +171,7 @@ class DecoderPool:
 
 
 def decoding_function(settings_fields: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
-    """Returns the function by which a process decodes jobs. The function returns a medium and its slices, or the reason
+    """Returns the function that decodes jobs in a process. The function returns a medium and its slices, or the reason
     why the medium cannot be decoded."""
     settings = MediaSettings.from_json(dict(settings_fields))
 

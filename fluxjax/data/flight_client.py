@@ -1,4 +1,4 @@
-"""A client's connection with one preprocessor: questions out, tickets and patches back, errors by their kind."""
+"""A client's connection with one preprocessor."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .tickets import MediaRef, Ticket
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MOST_ANSWER),
-    # Otherwise the connections of a process share their wait before they try an address again, and a restarted
-    # preprocessor is not tried for minutes.
+    # Without this option, all connections of a process share one retry delay, and a restarted preprocessor is not tried
+    # for minutes.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]
@@ -38,21 +38,19 @@ class PlaceSilent(PlaceLost):
 
 
 class PlaceRefuses(DataError):
-    """The preprocessor will never serve this client: tokens or releases differ, or the address is not valid."""
+    """The preprocessor will not serve this client, whose token, release, settings or address is wrong."""
 
 
 class FlightPlace:
-    """The preprocessor at `address`, HOST:PORT; each question carries `settings`. The first question connects.
-
-    `seconds` bound the time of a method's question. The methods may be called from any thread. They raise PlaceLost,
-    PlaceRefuses, and DataError for a failure within the preprocessor.
-    """
+    """The preprocessor at `address` (HOST:PORT). Each question carries `settings`; the first question connects. A
+    method raises PlaceSilent if its question is not answered within `seconds`. The methods may be called from any
+    thread. They raise PlaceLost, PlaceRefuses, and DataError for a failure within the preprocessor."""
 
     def __init__(self, address: str, settings: MediaSettings, token: str = "") -> None:
         self.address, self._settings = address, settings
-        self.threads = 1  # threads of the preprocessor, from its answer to `greet`
-        self.working = 0  # media and ranges that are being requested; the caller counts them
-        self.heard = 0.0  # time of the preprocessor's last sign of life: an answer, a batch of an answer, an error
+        self.threads = 1  # threads of the preprocessor; `greet` gets the number
+        self.working = 0  # requests of media and ranges under way; the caller counts them
+        self.heard = 0.0  # `time.monotonic` of the preprocessor's last answer, batch or error
         self._headers = [(b"authorization", f"Bearer {token}".encode())] if token else []
         try:
             self._client = flight.FlightClient(f"grpc://{address}", generic_options=_OPTIONS)
@@ -60,7 +58,8 @@ class FlightPlace:
             raise PlaceRefuses(f"{address!r} is no address of a preprocessor, HOST:PORT: {error}") from None
 
     def greet(self, seconds: float) -> None:
-        """Compares protocol and media settings with the preprocessor's, and gets the number of its threads."""
+        """Compares protocol and media settings with the preprocessor's. Gets the number of the preprocessor's
+        threads."""
         answer = self._ask("settings", seconds, protocol=PROTOCOL)
         said = answer.get("protocol"), answer.get("digest")
         if said != (PROTOCOL, self._settings.digest):
@@ -76,8 +75,8 @@ class FlightPlace:
             return Ticket.parse(self._ask("look", seconds, ref=ref_words(ref))["ticket"])
 
     def fetch(self, rows: Sequence[Rows], seconds: float) -> list[np.ndarray]:
-        """Returns the patches `[P, 3, n]` (uint8) of each of `rows`, which must respect `MOST_RANGES` and `MOST_BATCH`.
-        Raises MediaError for media that can't be used; for a file that has changed, the MediaError is a StaleTicket."""
+        """Returns the patches `[P, 3, n]` (uint8) of each of `rows`. The rows must respect `MOST_RANGES` and
+        `MOST_BATCH`. Raises MediaError for media that can't be used, and StaleTicket for a file that has changed."""
         question = flight.Ticket(self._question(ranges=range_words(rows)))
         with self._translated():
             chunks = self._client.do_get(question, self._bounds(seconds))
@@ -94,7 +93,7 @@ class FlightPlace:
         return self._ask("stats", seconds)
 
     def close(self) -> None:
-        """Closes the connection. Questions under way raise PlaceLost, at the latest at their bound."""
+        """Closes the connection. Questions under way raise PlaceLost."""
         with contextlib.suppress(pa.ArrowException, OSError):
             self._client.close()
 
@@ -115,7 +114,6 @@ class FlightPlace:
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """Turns Flight's errors into errors of this module."""
         try:
             yield
         except (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError):

@@ -1,8 +1,8 @@
 """The Arrow Flight server of a preprocessor, which measures media and hands out requested slices of their patches.
 
-The server is FlexRL's Local Preprocessor (section 4), and serves the media settings of its first client only. Clients
-present the server's token; a server without a token decodes all images and videos of this machine for everybody who can
-connect. gRPC receives a question completely, up to protobuf's 2 GiB, before this server can refuse the question.
+The server is FlexRL's Local Preprocessor (section 4). It serves the media settings of its first client only. Without a
+token, everybody who can connect may read all images and videos of this machine. This server can refuse a question only
+after gRPC has received up to 2 GiB of the question.
 """
 
 from __future__ import annotations
@@ -58,15 +58,11 @@ MakeStore: TypeAlias = Callable[[MediaSettings], SliceStore]
 
 
 class _Served(NamedTuple):
-    """The settings of the first client, and the store for these settings."""
-
     settings: MediaSettings
     store: SliceStore
 
 
 class _Token(flight.ServerMiddlewareFactory):
-    """Refuses calls without the token."""
-
     def __init__(self, token: str) -> None:
         self._wanted = f"Bearer {token}".encode()
 
@@ -78,8 +74,8 @@ class _Token(flight.ServerMiddlewareFactory):
 
 
 class FlightServer(flight.FlightServerBase):
-    """Serves the store that `make_store` makes for the first client, until `close`. The work of all clients runs in
-    `threads` threads. Raises OSError if the server can't listen on `host:port`."""
+    """Serves the store that `make_store` makes for the first client. The work of all clients runs in `threads` threads.
+    Raises OSError if the server can't listen on `host:port`."""
 
     def __init__(self, make_store: MakeStore, host: str, port: int, *, token: str = "", threads: int = 8) -> None:
         self._make_store = make_store
@@ -118,7 +114,7 @@ class FlightServer(flight.FlightServerBase):
             raise refusal(error) from error
 
     def close(self, seconds: float = 5.0) -> None:
-        """Ends the store and the server. Calls under way get `seconds` to end."""
+        """Ends the server and the store. Calls under way have `seconds` to end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         ending = threading.Thread(target=self.shutdown, name="flight-shutdown", daemon=True)
         ending.start()
@@ -152,14 +148,13 @@ class FlightServer(flight.FlightServerBase):
 
     def _look(self, question: Mapping[str, Any], context: flight.ServerCallContext) -> Mapping[str, Any]:
         ref, store = read_ref(question.get("ref")), self._of(question).store
-        # A question of a client that is gone is skipped: the client may have asked again.
+        # A client that is gone may have asked again, so its old question is skipped.
         outcome = self._submitted(lambda: None if context.is_cancelled() else store.look([ref])[0]).result()
         if isinstance(outcome, MediaError):
             raise outcome
         return {"ticket": str(outcome)}
 
     def _slices(self, store: SliceStore, ranges: Sequence[Rows]) -> Iterator[pa.RecordBatch]:
-        """Yields a batch for each range, in order; batches share the store's memory."""
         try:
             futures = [self._submitted(store.fetch_bytes, [rows]) for rows in ranges]
             try:

@@ -1,9 +1,9 @@
-"""The protocol of preprocessors and their clients over Arrow Flight: bounds, questions, answers, errors.
+"""The protocol of preprocessors and their clients over Arrow Flight.
 
-Each question is a JSON object with the media settings of the client: the body of an action, or DoGet's Flight ticket.
-The action `look` asks for the ticket of the medium `ref`. DoGet has `ranges`, a list of `[ticket word, start, stop]`.
-The answer of DoGet is a record batch for each range, in order, with a patch a row. An error travels with the name of
-its kind, so that the client raises an error of the same kind.
+Each question is a JSON object with the media settings of the client. The question is the body of an action, or the
+Flight ticket of DoGet. The action `look` asks for the ticket of the medium `ref`. DoGet has `ranges`, a list of
+`[ticket word, start, stop]`. DoGet answers with a record batch for each range, in order. Each row of a batch is a
+patch. An error carries the name of its kind, so that the client raises the same kind.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from models.shadow import Rows
 from ..base.errors import DataError
 from .tickets import MediaRef, StaleTicket
 
-PROTOCOL = 2  # version of this file's protocol; both sides must speak the same version
-MOST_REQUEST = 4 << 20  # bytes of a question
-MOST_BATCH = 64 << 20  # bytes of the patches of a range
-MOST_ANSWER = MOST_BATCH + (1 << 20)  # bytes of a message that a client takes
-MOST_RANGES = 64  # ranges of a question
-_MOST_WORDS = 1024  # bytes of an error's path or reason; they travel in a header
+PROTOCOL = 2  # version of this protocol; both sides must have the same version
+MOST_REQUEST = 4 << 20  # most bytes of a question
+MOST_BATCH = 64 << 20  # most bytes of the patches of a range
+MOST_ANSWER = MOST_BATCH + (1 << 20)  # most bytes of a message to a client
+MOST_RANGES = 64  # most ranges of a question
+_MOST_WORDS = 1024  # most bytes of an error's path, and of its reason, which travel in a header
 
 
 class BadQuestion(ValueError):
-    """A client sent something else than a question of this protocol; the message describes it."""
+    """A client sent no question of this protocol."""
 
 
-# The names of errors on the wire. An error has the first name whose type it is an instance of.
+# The names of errors on the wire. The first type that fits an error gives the error's name.
 _KINDS: dict[str, type[Exception]] = {
     "stale": StaleTicket,
     "unavailable": MediaUnavailable,
@@ -45,7 +45,7 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 def refusal(error: Exception) -> flight.FlightServerError:
-    """Returns an error as a Flight error, which carries its kind, path and reason to the client."""
+    """Returns a Flight error that carries the kind, path and reason of `error` to the client."""
     kind = next((kind for kind, known in _KINDS.items() if isinstance(error, known)), "failed")
     path, reason = (error.path, error.reason) if isinstance(error, MediaError) else ("", str(error))
     if kind == "failed":
@@ -55,13 +55,13 @@ def refusal(error: Exception) -> flight.FlightServerError:
 
 
 def _short(text: str) -> str:
-    text = text.encode(errors="backslashreplace").decode()  # half of a surrogate pair does not travel
+    text = text.encode(errors="backslashreplace").decode()  # UTF-8 has no half of a surrogate pair
     return text if len(text) <= _MOST_WORDS // 4 else f"{text[: _MOST_WORDS // 4 - 3]}..."
 
 
 def told_error(info: bytes) -> Exception | None:
-    """Returns the error that `refusal` wrote into a Flight error's `info`, a DataError if the preprocessor itself is
-    to blame. Returns None for other `info`."""
+    """Returns the error that `refusal` wrote into a Flight error's `info`; None for other `info`. An error without a
+    name in `_KINDS` is a DataError."""
     try:
         words = json.loads(info)
         known = _KINDS.get(words["kind"], DataError)
@@ -76,7 +76,7 @@ def ref_words(ref: MediaRef) -> list[str]:
 
 
 def read_ref(words: Any) -> MediaRef:
-    """Reads the reference of the medium that a question asks about. Raises BadQuestion if `words` are no reference."""
+    """Reads a question's reference of a medium. Raises BadQuestion if `words` are no reference."""
     whole = isinstance(words, list) and len(words) == 4 and all(isinstance(word, str) for word in words)
     if not whole or words[0] not in ("image", "video"):
         raise BadQuestion(f"{str(words)[:200]} is no medium")
@@ -84,7 +84,7 @@ def read_ref(words: Any) -> MediaRef:
 
 
 def read_object(body: bytes | memoryview) -> Mapping[str, Any]:
-    """Returns the JSON object of a question. Raises BadQuestion if the body is too long or no JSON object."""
+    """Returns the JSON object of a question. Raises BadQuestion if the body is too long or is no JSON object."""
     if len(body) > MOST_REQUEST:
         raise BadQuestion(f"a question has at most {MOST_REQUEST} bytes, not {len(body)}")
     try:
@@ -101,8 +101,8 @@ def range_words(rows: Sequence[Rows]) -> list[list[Any]]:
 
 
 def read_ranges(words: Any) -> list[Rows]:
-    """Reads the ranges of rows that a question asks for; does not check that the tickets have these rows. Raises
-    BadQuestion if `words` are no ranges, or too many."""
+    """Reads a question's ranges of rows, without checking that the tickets have these rows. Raises BadQuestion if
+    `words` are no ranges, or too many ranges."""
     try:
         ranges = [Rows(word, start, stop) for word, start, stop in words]
     except (ValueError, TypeError) as error:

@@ -1,8 +1,8 @@
-"""Opens the sources of a run, and draws prompts from them. The order of draws is a Grain data set: sources are shuffled
-anew each epoch, and mixed by weight.
+"""Opens the sources of a run, and draws prompts from the sources.
 
-The order is a pure function of (seed, source names and sizes, weights, draw). So a resumed run needs only the next
-draw's number to continue the interrupted run exactly, and any draw can be read again by its number.
+The order of draws is a Grain data set that shuffles sources anew each epoch, and mixes sources by weight. The order is
+a pure function of seed, source names, source sizes, weights and draw. A resumed run therefore needs only the number of
+the next draw.
 """
 
 import dataclasses
@@ -28,15 +28,13 @@ _ENDLESS = 1 << 40  # more draws than any run makes
 
 
 def open_sources(config: Config) -> dict[str, Source]:
-    """Opens the training records of every source; missing embedded data sets are built.
-
-    Raises `DataError` for files that cannot be used, and for a source that is neither embedded nor has a path.
-    """
+    """Opens the training records of every source. Builds embedded data sets that are missing. Raises `DataError` for
+    files that cannot be used, and for a source that is neither embedded nor has a path."""
     return {name: _open(config, name, source.path, "train.jsonl") for name, source in config.data.sources.items()}
 
 
 def open_held_out(config: Config) -> dict[str, Source]:
-    """Opens the held-out records of every source that has an `eval_path` or is embedded; warns of other sources."""
+    """Opens the held-out records of every source that has an `eval_path` or is embedded. Warns of other sources."""
     result: dict[str, Source] = {}
     for name, source in config.data.sources.items():
         if source.eval_path or not source.path:
@@ -55,11 +53,13 @@ def open_warm_start(config: Config) -> dict[str, Source]:
 
 
 def _open(config: Config, name: str, path: str, *manifests: str, held_out: bool = False) -> Source:
-    """Opens `path`, or, if `path` is empty, the first of the `manifests` that the embedded data set `name` has."""
+    """Opens `path`. For an empty `path`, opens the first existing file of `manifests` of the embedded data set
+    `name`."""
     if not path:
         from ..tasks.embedded import ensure
 
-        # A digit becomes one merged feature of the tiny model, a clip's frame 2 x 2 features.
+        # With this `cell` (pixels), a digit is one merged feature of the tiny model, and a frame of a clip 2 x 2 merged
+        # features.
         cell = 0 if config.model.path else 2 * int(str(config.model.tiny["patch_size"]))
         folder = ensure(name, cell=cell)
         found = (folder / manifest for manifest in manifests if (folder / manifest).exists())
@@ -90,7 +90,6 @@ def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = Non
 
 
 def _how_to_download(path: str) -> str:
-    """Returns a hint if `path` looks like a Hub id, ORGANISATION/NAME; else an empty text."""
     parts = pathlib.PurePath(path).parts
     if is_url(path) or len(parts) != 2 or "/" in parts or suffix(path) in (".jsonl", ".ndjson", ".parquet"):
         return ""
@@ -102,8 +101,8 @@ def _how_to_download(path: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SkippedPrompt:
-    """A draw that cannot be used. `reason` is short and without names, so that equal reasons can be counted; `detail`
-    is for the log."""
+    """A draw that cannot be used. `reason` names no file, so that equal reasons can be counted. `detail` is for the
+    log."""
 
     prompt: Prompt
     reason: str
@@ -111,7 +110,7 @@ class SkippedPrompt:
 
 
 Drawn: TypeAlias = Prompt | SkippedPrompt
-Place: TypeAlias = tuple[str, int]  # a source's name; the number of its prompts drawn earlier
+Place: TypeAlias = tuple[str, int]  # a source's name, and a position in its endless order of rows
 
 
 class Mixture(TypedDict):
@@ -123,8 +122,8 @@ class Mixture(TypedDict):
 
 
 class PromptLoader:
-    """Draws prompts from several sources in proportion to their weights: `order[n]` is draw `n`. An epoch of a source
-    has each of its records once. Raises `DataError` for weights of other sources, or outside of (0, inf)."""
+    """Draws prompts from several sources in proportion to their weights. `order[n]` is draw `n`. An epoch of a source
+    has each record once. Raises `DataError` for weights of other sources, or outside of (0, inf)."""
 
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float], seed: int) -> None:
         if not sources:
@@ -146,11 +145,9 @@ class PromptLoader:
         return {name: digest_of(source) for name, source in self.sources.items()}
 
     def resume(self, seed: int, mixtures: list[Mixture], draw: int) -> None:
-        """Continues the order of a checkpoint from `draw` on.
-
-        Other weights, more sources or fewer are allowed: each source continues after its last draw, in a new mixture.
-        Raises `DataError` if the seed or the size of a source differs: the order would change.
-        """
+        """Continues the order of a checkpoint from `draw` on. Other weights, more sources and fewer sources are
+        allowed. Each source then continues after its last draw, in a new mixture. Raises `DataError` if the seed or the
+        size of a source differs."""
         if seed != self.seed:
             raise DataError(f"the checkpoint was made with seed {seed}; resume it with that, not {self.seed}")
         for name, size in itertools.chain.from_iterable(mixture["sizes"].items() for mixture in mixtures):
@@ -165,7 +162,7 @@ class PromptLoader:
         self.order = self._make_order()
 
     def check(self, contents: Mapping[str, str]) -> None:
-        """Raises `DataError` if a source differs from a checkpoint's `contents`: draws would be other prompts."""
+        """Raises `DataError` if a source differs from a checkpoint's `contents`."""
         if changed := [name for name in self.sources if contents.get(name, self.contents[name]) != self.contents[name]]:
             raise DataError(
                 f"data source {', '.join(changed)} has other records than when the checkpoint was made, or has them in "
@@ -179,7 +176,7 @@ class PromptLoader:
     def _make_order(self) -> grain.MapDataset[Drawn]:
         sizes = {name: size for mixture in self.mixtures for name, size in mixture["sizes"].items()}
         parts: list[grain.MapDataset[Place]] = []
-        begins = dict.fromkeys(sizes, 0)  # each source's first index in a mixture, after earlier mixtures
+        begins = dict.fromkeys(sizes, 0)  # for each source: the first position that earlier mixtures have not drawn
         ends = [mixture["start"] for mixture in self.mixtures[1:]]
         for mixture, end in zip(self.mixtures, [*ends, _ENDLESS], strict=True):
             places = _mix(mixture["weights"], begins)
@@ -193,14 +190,13 @@ class PromptLoader:
 
 
 def _mix(weights: Mapping[str, float], begins: Mapping[str, int]) -> grain.MapDataset[Place]:
-    """Mixes several sources; a source begins at its index in `begins`."""
     endless, names = grain.MapDataset.range(_ENDLESS), sorted(weights)
     places = [endless[begins[name] :].map(lambda index, name=name: (name, index)) for name in names]
     return places[0] if len(names) == 1 else grain.MapDataset.mix(places, [weights[name] for name in names])
 
 
 def _next_places(places: grain.MapDataset[Place], start: int, sources: int) -> dict[str, int]:
-    """Returns each source's first index at or behind element `start` of a mixture."""
+    """Returns each source's first position among the elements of a mixture from `start` on."""
     first: dict[str, int] = {}
     for position in itertools.count(start):
         name, index = at(places, position)
@@ -211,9 +207,8 @@ def _next_places(places: grain.MapDataset[Place], start: int, sources: int) -> d
 
 
 def _read(sources: Mapping[str, Source], rows: Mapping[str, grain.MapDataset[int]], draw: int, place: Place) -> Drawn:
-    """Reads the prompt of a `Place`. Raises `DataError` for a source that the configuration no longer names, whose
-    earlier draws stay in the order.
-    """
+    """Reads the prompt of a `Place`. Raises `DataError` if the configuration no longer names the source of an earlier
+    draw."""
     name, index = place
     row = at(rows[name], index)
     if name not in sources:

@@ -1,4 +1,4 @@
-"""The media store of this process: it decodes media, in threads or in processes that can be killed, and caches them."""
+"""The media store of this process, which decodes media and caches their patches."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .tickets import MediaRef, StaleTicket, Ticket, check_ref, normalised, parse
 GIB = 1 << 30
 DECODE_SECONDS = 60.0  # the most time that a process may take to decode a file
 DECODE_MEMORY_GIB = 8.0  # the most memory that a process may take to decode a file
-KNOWN = 1 << 18  # files whose content hash and verdict are remembered
+KNOWN = 1 << 18  # files whose content hash and decoding result are remembered
 
 
 @dataclasses.dataclass
 class StoreStats:
-    """Counts of a store since it began, and its present memory and load."""
+    """Counts of a store since its start, and its present memory and load."""
 
-    hits: int = 0  # requested slices in memory
+    hits: int = 0  # requested slices that were in memory
     misses: int = 0  # requested slices that had to be decoded again
     decoded_media: int = 0  # media decoded, completely or in part
     decoded_frames: int = 0
@@ -50,20 +50,17 @@ class StoreStats:
 
 
 class LocalStore:
-    """A `MediaStore` on this machine. Threads that ask for a medium at the same time wait for one decoding.
-
-    Slices of decoded media (`media_cache.Slices`) are cached by the content of a file, not by its path: two files with
-    the same content share slices.
-    """
+    """A `MediaStore` on this machine. Threads that ask for the same medium at the same time wait for a single decoding.
+    Slices of decoded media (`media_cache.Slices`) are cached by the content of a file, so that files of equal content
+    share slices."""
 
     def __init__(
         self, settings: MediaSettings, config: DataConfig, *, workers: int, slice_bytes: int = SLICE_BYTES
     ) -> None:
-        """Decodes in `workers` processes, or in the calling threads if `workers` is 0."""
         self.settings = settings
         self.digest = settings.digest
         self.slice_bytes, self._workers = slice_bytes, workers
-        # Slices, by content, digest of the settings, medium, and number of the slice.
+        # Slices, by content, digest of the settings, medium, and slice number.
         self._kept = Recent[np.ndarray](int(config.cache_gib * GIB), lambda patches: patches.nbytes)
         self._decoders: ThreadDecoders | DecoderPool = ThreadDecoders(settings)
         self._fetching: concurrent.futures.ThreadPoolExecutor | None = None  # threads that wait while processes decode
@@ -72,7 +69,7 @@ class LocalStore:
             self._decoders = DecoderPool(settings, workers, **bounds)
             self._fetching = concurrent.futures.ThreadPoolExecutor(workers, "fetch")
         self._contents: Recent[bytes] = Recent(KNOWN)  # digests by path, stamp and cell
-        self._verdicts: Recent[Medium | MediaError] = Recent(KNOWN)  # by content and kind: the medium, or its fault
+        self._verdicts: Recent[Medium | MediaError] = Recent(KNOWN)  # by content and kind: the medium or the fault
         self._locks = weakref.WeakValueDictionary[Hashable, threading.Lock]()  # locks of media and slices being decoded
         self._stats = StoreStats()
         self._lock = threading.Lock()  # guards `_stats` and `_locks`
@@ -82,8 +79,7 @@ class LocalStore:
         return 2 * self._workers if self._workers else min(8, max(2, os.cpu_count() or 1))
 
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
-        """Decodes media, as `MediaStore.look` says. Raises DataError if no process that decodes can be
-        started."""
+        """Decodes media, as `MediaStore.look` says. Raises DataError if no decoder process can be started."""
         return [self._judged(ref) for ref in refs]
 
     def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:
@@ -91,11 +87,11 @@ class LocalStore:
         return normalised(self.settings, rows, self.fetch_bytes(rows))
 
     def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """Returns the patches `[P, 3, n]` (uint8) of these rows of tickets. The arrays must not be changed: they are
-        views of cached slices, or copies if the rows lie in several slices. Raises the errors of `fetch`."""
+        """Returns the patches `[P, 3, n]` (uint8) of these rows of tickets. Raises the errors of `fetch`. The arrays
+        may be views of cached slices, so callers must not change the arrays."""
         tickets = {wanted.ticket: self._ticket(wanted) for wanted in rows}
         for ticket in tickets.values():
-            if not is_url(ticket.ref.path):  # a URL is checked only if it is read again: its server is far
+            if not is_url(ticket.ref.path):  # the server of a URL is asked only if the URL is read again
                 check_ref(ticket.ref)
 
         def read(wanted: Rows) -> list[np.ndarray]:
@@ -117,7 +113,7 @@ class LocalStore:
             )
 
     def close(self) -> None:
-        """Ends the processes and drops decoded slices."""
+        """Ends the decoder processes and drops cached slices."""
         self._decoders.close()
         if self._fetching:
             self._fetching.shutdown(cancel_futures=True)
@@ -134,7 +130,7 @@ class LocalStore:
         return type(verdict)(ref.name, verdict.reason)  # the verdict may name another file of equal content
 
     def _verdict(self, ref: MediaRef) -> Medium | MediaError:
-        """Returns the medium, or the fault of its content. Raises MediaError for a fault that may pass."""
+        """Returns the medium, or the error of decoding its content. Raises MediaError if the content can't be read."""
         content = self._contents.get(_version(ref))
         if content and (verdict := self._verdicts.get((content, ref.kind))):
             return verdict
@@ -155,12 +151,12 @@ class LocalStore:
     def _decode(
         self, ref: MediaRef, content: bytes, source: Source, known: Medium | None = None, run: range = range(0)
     ) -> tuple[Medium, dict[int, np.ndarray]]:
-        """Decodes a medium and caches its slices. With `known`, the medium of an earlier decoding, decodes only the
-        slices `run`, and returns these slices, too. Raises MediaError; StaleTicket if the file changed meanwhile."""
+        """Decodes a medium and caches its slices. If `known` is the medium of an earlier decoding, decodes and returns
+        only the slices `run`. Raises MediaError, and StaleTicket if the file changes meanwhile."""
         found: dict[int, np.ndarray] = {}
 
         def keep(medium: Medium, number: int, patches: np.ndarray) -> None:
-            if number == run.start:  # when the first slice arrives, the decoder has read the complete file
+            if number == run.start:  # the decoder has read the complete file once the first slice arrives
                 _still(ref, source)
             if isinstance(patches.base, np.ndarray) and patches.base.nbytes > patches.nbytes:
                 patches = patches.copy()  # a part of a larger array would keep the complete array in memory
@@ -185,7 +181,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _holding(self, *keys: Hashable) -> Iterator[None]:
-        """Holds the locks of all keys, taken in the given order; all callers must use the same order."""
+        """Takes the locks of all keys in the given order, which must be the same for all callers."""
         with self._lock:
             locks = [self._locks.setdefault(key, threading.Lock()) for key in keys]
         with contextlib.ExitStack() as held:
@@ -194,13 +190,11 @@ class LocalStore:
             yield
 
     def _add(self, **counts: int) -> None:
-        """Adds to counts of the statistics."""
         with self._lock:
             for name, count in counts.items():
                 setattr(self._stats, name, getattr(self._stats, name) + count)
 
     def _ticket(self, rows: Rows) -> Ticket:
-        """Reads the ticket of these rows. Raises MediaError if this store can't serve it."""
         try:
             ticket = parsed(rows.ticket)
         except ValueError as error:
@@ -223,7 +217,6 @@ class LocalStore:
         ]
 
     def _slices(self, ticket: Ticket, first: int, last: int) -> list[np.ndarray]:
-        """Returns the slices `first .. last - 1`, from the cache or decoded again."""
         content = self._contents.get(_version(ticket.ref)) or self._read(ticket.ref)[0]
         keys = {n: (content, self.digest, ticket.medium, n) for n in range(first, last)}
         found = {number: self._kept.get(key) for number, key in keys.items()}
@@ -231,7 +224,7 @@ class LocalStore:
         self._add(hits=len(found) - len(missing), misses=len(missing))
         if missing:
             with self._holding((content, ticket.ref.kind)):
-                pass  # waits for a thread that decodes the complete medium: it caches these slices, too
+                pass  # waits for a thread that decodes the complete medium and caches these slices, too
             with self._holding(*(keys[number] for number in missing)):
                 found |= {number: self._kept.get(keys[number]) for number in missing}
                 for run in _runs(number for number in missing if found[number] is None):
@@ -257,7 +250,7 @@ def _version(ref: MediaRef) -> tuple[str, str, str]:
 
 
 def _still(ref: MediaRef, source: Source) -> None:
-    """Raises StaleTicket if the file is no longer the version that `ref` names; bytes in memory can't change."""
+    """Raises StaleTicket if the file is no longer the version that `ref` names. Bytes in memory can't change."""
     if isinstance(source, str):
         check_ref(ref)
 
@@ -274,7 +267,6 @@ def _hashed(ref: MediaRef, source: Source) -> bytes:
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[range]:
-    """Yields the runs of neighbouring numbers that rise by one."""
     for _, group in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
         yield range(run[0], run[-1] + 1)

@@ -1,7 +1,7 @@
-"""Files by local path or by URL (fsspec): naming, reading and telling their versions apart.
+"""Files by local path or by URL (fsspec).
 
-A path that begins with `scheme://` is a URL; `file://` URLs are local paths. Every failure of a URL is an OSError whose
-text says what to do, so that callers need only name the file.
+A path that begins with `scheme://` is a URL; `file://` URLs are local paths. Every failure of a URL is an OSError of
+one line.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _LOCAL = re.compile("(file|local)://")
-# Fields of `fs.info` that tell versions apart, the surest first, as S3, Google, Azure, HTTP, the Hugging Face hub,
-# memory and archives name them.
+# Fields of `fs.info` that tell versions apart, the surest first. S3, Google, Azure, HTTP, the Hugging Face hub, memory
+# and archives use different names.
 _CONTENT = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest", "blob_id", "CRC", "crc32c")
 _TIME = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created", "date_time")
 
@@ -45,12 +45,12 @@ def stem(path: str) -> str:
 
 
 def _plain(path: str) -> str:
-    """Returns a URL without its query and without the archive that the file lies in; a local path as it is."""
+    """Returns a URL without its query and without its archive (`::`). A local path stays as it is."""
     return path.partition("::")[0].partition("?")[0] if is_url(path) else path
 
 
 def joined(folder: str, path: str) -> str:
-    """Returns `path` within `folder`; `path` itself if it is absolute or a URL."""
+    """Returns `path` within `folder`, or `path` itself if `path` is absolute or a URL."""
     path = local(path)
     if is_url(path):
         return path
@@ -63,7 +63,6 @@ def joined(folder: str, path: str) -> str:
 
 
 def parent(path: str) -> str:
-    """Returns the folder of a file."""
     if not is_url(path):
         return os.path.dirname(path) or os.curdir
     head, chained, archives = path.partition("::")
@@ -82,7 +81,6 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 
 def _asked(method: str, url: str) -> Any:
-    """Calls `method` of a URL's file system with the URL's path. Raises OSError."""
     system, place = filesystem(url)
     with reaching(url):
         return getattr(system, method)(place)
@@ -131,9 +129,8 @@ def stamp_of(path: str) -> str:
 
 
 def version_of(path: str) -> str:
-    """Returns the version of a file: its size, and its server's name of the version or the time of its last change. If
-    a server reports no name and no time, files of equal size have equal versions. Raises OSError.
-    """
+    """Returns the version of a file: its size, and a version name or a time of change. Files of equal size have equal
+    versions if their server reports neither name nor time. Raises OSError."""
     if not is_url(path):
         return stamp_of(path)
     info = _asked("info", path)

@@ -1,4 +1,4 @@
-"""Fetches the pixels that this process computes with, in the background, before their batch is computed.
+"""Fetches the pixels of batches in the background, before the batches are computed.
 
 A batch has shadows in the place of its patches (`models.shadow`). Fetching overlaps with computing, as in FlexRL
 (section 4, "Prefetching and Asynchronous Materialization").
@@ -36,12 +36,9 @@ class Materialized:
 
 class Materializer:
     """Fetches the pixels of expected batches in the order of their use. At most `ahead` fetched batches wait to be
-    read, so that a slow trainer does not fill the memory with pixels.
-
-    The materializer's thread calls `fetch`; for an unexpected shadow, the thread that reads the shadow calls it. `note`
-    gets the start and the end of each fetch, by `time.perf_counter`, and the number of bytes. `read` raises the errors
-    of `fetch`; a MediaError becomes a DataError that names the file.
-    """
+    read, to bound the memory. The materializer's thread calls `fetch` for expected shadows, the reading thread for
+    other shadows. `note` gets the start and the end of each fetch, by `time.perf_counter`, and the number of bytes.
+    `read` raises the errors of `fetch`; a MediaError becomes a DataError that names the file."""
 
     def __init__(
         self, fetch: Fetch, ahead: int = 2, note: Callable[[float, float, int], None] = lambda start, end, bytes: None
@@ -50,12 +47,13 @@ class Materializer:
         self._lock = threading.Lock()
         self._tasks: dict[int, _Task] = {}  # the task of each expected shadow, by the `id` of the shadow
         self._coming: collections.deque[list[_Task]] = collections.deque()  # tasks not yet begun, by batch
-        self._unread = 0  # batches whose fetch has begun, and that nobody has read
+        self._unread = 0  # batches whose fetch has begun, and that are not yet read
         self.totals = Materialized()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="materialize")
 
     def expect(self, batches: Iterable[object]) -> None:
-        """Announces that these batches will be read, in this order. A batch announced before keeps its position."""
+        """Announces that these batches will be read, in this order. A batch that was announced earlier keeps its
+        position."""
         with self._lock:
             for batch in batches:
                 fresh = [_Task(shadow) for shadow in shadows_of(batch) if id(shadow) not in self._tasks]
@@ -65,11 +63,11 @@ class Materializer:
             self._begin()
 
     def read(self, tree: Tree) -> Tree:
-        """Returns the tree with arrays in the place of its shadows; waits for pixels that are still being fetched."""
+        """Returns the tree with arrays in the place of its shadows. Waits for these arrays."""
         return jax.tree.map(lambda leaf: self._data(leaf) if isinstance(leaf, ShadowTensor) else leaf, tree)
 
     def forget(self, batches: Iterable[object]) -> None:
-        """Announces that these batches will not be read again: their pixels are dropped, or not fetched."""
+        """Announces that these batches will not be read again. Their pixels are dropped, or not fetched."""
         with self._lock:
             for batch in batches:
                 for shadow in shadows_of(batch):
@@ -103,7 +101,7 @@ class Materializer:
         return data
 
     def _begin(self) -> None:
-        """Begins to fetch batches until `ahead` of them are unread. The caller holds the lock."""
+        """Fetches batches until `ahead` batches are unread. The caller holds the lock."""
         while self._coming and self._unread < self._ahead:
             tasks = self._coming.popleft()
             for task in tasks:
@@ -112,7 +110,7 @@ class Materializer:
             self._unread += 1
 
     def _seen(self, task: _Task) -> None:
-        """Notes that a task's batch was read or forgotten: another batch may be fetched. The caller holds the lock."""
+        """The caller holds the lock."""
         if task.batch is not None:
             self._unread = max(self._unread - 1, 0)
             for sibling in task.batch:
@@ -122,7 +120,7 @@ class Materializer:
         began = time.perf_counter()
         try:
             data = shadow.materialize(self._fetch)
-        except MediaError as error:  # an answered prompt can't be skipped any more
+        except MediaError as error:  # a prompt that was answered can't be skipped any more
             raise DataError(f"{error}; media must stay as they are while a run trains on them") from error
         ended, size = time.perf_counter(), sum(map(len, shadow.elsewhere)) * _row_bytes(shadow)
         self._note(began, ended, size)
@@ -135,8 +133,8 @@ class Materializer:
 
 
 class _Task:
-    """The fetch of one shadow's pixels. `batch` has all tasks of its batch, from the begin of the fetch to the first
-    read; else None."""
+    """The fetch of one shadow's pixels. `batch` has the tasks of the batch between the start of the batch's fetch and
+    the batch's first read, else None."""
 
     def __init__(self, shadow: ShadowTensor) -> None:
         self.shadow = shadow

@@ -1,4 +1,4 @@
-"""Slices of decoded media, so that a long video need not lie in memory completely, and a cache of bounded size."""
+"""Slices of decoded media, and a cache of bounded size. Slices spare a long video from lying in memory completely."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Slices:
 
     @classmethod
     def of(cls, medium: Medium, patch_bytes: int, slice_bytes: int) -> Slices:
-        """Cuts a medium into slices of at most `slice_bytes`, or of one frame pair if that is larger."""
+        """Cuts a medium into slices of at most `slice_bytes`, or of one frame pair if a pair is larger."""
         _, rows, columns = medium.grid
         return cls(medium, max(1, slice_bytes // (rows * columns * patch_bytes)))
 
     @property
     def patches(self) -> int:
-        """The number of patches of a slice that has `pairs` frame pairs."""
+        """The number of patches of a slice, except for a shorter last slice."""
         return self.pairs * self.medium.grid[1] * self.medium.grid[2]
 
     def __len__(self) -> int:
@@ -42,14 +42,15 @@ class Slices:
         return first * self.pairs, min(last * self.pairs, self.medium.grid[0])
 
     def cut(self, patches: np.ndarray) -> Iterator[np.ndarray]:
-        """Yields the patches of each slice; `patches` are those of consecutive slices."""
+        """Cuts the `patches` of consecutive slices, and yields the patches of each slice."""
         for start in range(0, len(patches), self.patches):
             yield patches[start : start + self.patches]
 
 
 class Recent(Generic[Value]):
-    """A cache of values by key. The values' sizes add up to at most `limit`; `size` is 1 by default. The least
-    recently used values are dropped. With `keep_last`, the newest value stays, however large it is. Thread-safe."""
+    """A cache of values by key. The sizes of the values add up to at most `limit`, where the default `size` of a value
+    is 1. The least recently used values are dropped first. With `keep_last`, the newest value stays, however large it
+    is. Thread-safe."""
 
     def __init__(self, limit: int, size: Callable[[Value], int] = lambda value: 1, *, keep_last: bool = False) -> None:
         self.used = 0

@@ -1,7 +1,7 @@
-"""A cache, near the devices, of pixels from preprocessors: pixels of expected prompts and of used prompts.
+"""A cache, in this process, of pixels from preprocessors.
 
-The cache follows FlexRL (section 4, "Prefetching and Asynchronous Materialization"). Without the cache, a prompt's
-pixels are fetched only when an engine needs them, and again for training. Pixels in the cache are bytes, not floats.
+The cache follows FlexRL (section 4, "Prefetching and Asynchronous Materialization"). The cache holds pixels of expected
+prompts and of used prompts. Cached pixels are bytes, not floats.
 """
 
 from __future__ import annotations
@@ -19,44 +19,40 @@ from models.shadow import Rows
 from .tickets import ByteStore, normalised
 
 log = logging.getLogger("fluxjax.data")
-QUESTION_BYTES = 8 << 20  # bytes of patches, which arrive together, after which a question gets no further rows
+QUESTION_BYTES = 8 << 20  # a question gets no further rows after this many bytes of patches
 
 
 @dataclasses.dataclass(eq=False)
 class _KeptPatches:
-    """Patches of one ticket in the cache, or being fetched into it."""
-
     rows: Rows
     size: int  # bytes
-    promised: bool  # True: the patches are expected, and not yet requested
+    promised: bool  # True: the patches are expected, and were not requested yet
     patches: np.ndarray | None = None  # `[P, 3, n]`; None while they are being fetched
 
 
 class NearPixels:
-    """Caches up to `limit` bytes of patches, and fetches other patches from the `store`.
-
-    Expected patches are fetched ahead, in order, while the fetched patches that are not yet requested take at most half
-    of the limit. All other patches make room, the least recently used first. Any thread may call the methods.
-    """
+    """Caches up to `limit` bytes of patches, and fetches other patches from the `store`. Expected patches are fetched
+    ahead, in order. Fetched patches that are not yet requested take at most half of the limit. Other patches make room,
+    the least recently used first. Any thread may call the methods."""
 
     def __init__(self, store: ByteStore, limit: int) -> None:
         self._store, self._limit = store, limit
         self._changed = threading.Condition()
-        self._expected: collections.OrderedDict[str, Rows] = collections.OrderedDict()  # rows to fetch, by ticket
+        self._expected: collections.OrderedDict[str, Rows] = collections.OrderedDict()  # by ticket: rows to fetch ahead
         self._kept: collections.OrderedDict[Rows, _KeptPatches] = collections.OrderedDict()  # newest use last
         self._parts: dict[str, list[_KeptPatches]] = {}  # the values of `_kept`, by ticket
-        self.used = self._promised = 0  # bytes of all patches of `_kept`, and of promised patches
+        self.used = self._promised = 0  # bytes of all patches in `_kept`, and of the promised patches among them
         self._closed = False
         threading.Thread(target=self._fetch_ahead, name="near-pixels", daemon=True).start()
 
     def expect(self, rows: Sequence[Rows]) -> None:
-        """Says that these rows will be requested next, after earlier expected rows. Does not block."""
+        """Says that these rows will be requested next, after rows that were expected earlier. Does not block."""
         with self._changed:
             self._expected.update((ticket_rows.ticket, ticket_rows) for ticket_rows in rows)
             self._changed.notify_all()
 
     def pass_by(self, rows: Sequence[Rows]) -> None:
-        """Says that these rows, requested or not, are no longer expected. Does not block."""
+        """Says that these rows are no longer expected. Does not block."""
         with self._changed:
             for ticket_rows in rows:
                 self._expected.pop(ticket_rows.ticket, None)
@@ -81,7 +77,7 @@ class NearPixels:
         return normalised(self._store.settings, rows, [next(came) if patches is None else patches for patches in near])
 
     def close(self) -> None:
-        """Drops all patches, and ends fetching ahead."""
+        """Drops all patches, and ends the thread that fetches ahead."""
         with self._changed:
             self._closed = True
             self._expected.clear()
@@ -90,11 +86,11 @@ class NearPixels:
             self.used = self._promised = 0
             self._changed.notify_all()
 
-    # These methods need the lock:
+    # The methods down to `_begun` need the lock.
 
     def _here(self, rows: Rows) -> np.ndarray | None:
-        """Waits for pieces of the rows that are being fetched, and returns the rows' patches, joined from the pieces.
-        Returns None if there are no rows, or if some rows are neither cached nor being fetched."""
+        """Returns the patches of the rows, joined from cached pieces; waits for pieces that are being fetched. Returns
+        None if there are no rows, or if a row is neither cached nor being fetched."""
         self._expected.pop(rows.ticket, None)
         pieces: list[np.ndarray] = []
         start = rows.start
@@ -133,7 +129,7 @@ class NearPixels:
             self._promised += kept.size if promised else -kept.size
 
     def _make_room(self, size: int) -> bool:
-        """Drops the least recently used patches until `size` bytes fit; returns False if they can't fit."""
+        """Drops the least recently used patches until `size` bytes fit. Returns False if they can't fit."""
         if self._closed or self._promised + size > self._limit:
             return False
         for kept in [kept for kept in self._kept.values() if not kept.promised]:
@@ -143,8 +139,7 @@ class NearPixels:
         return True
 
     def _fits(self) -> bool:
-        """Returns True if the next expected rows may leave the queue: the rows fit, or are too large to ever be
-        fetched ahead."""
+        """Says whether the next expected rows fit, or are too large to ever fit."""
         size = self._size(next(iter(self._expected.values())))
         return self._promised + size <= self._limit // 2 or size > self._limit // 2
 
@@ -152,7 +147,7 @@ class NearPixels:
         return len(rows) * self._store.settings.patch_bytes
 
     def _begun(self) -> list[_KeptPatches]:
-        """Takes expected rows from the queue while there is room; returns the patches to fetch now."""
+        """Takes expected rows from the queue while there is room. Returns the patches to fetch now."""
         begun: list[_KeptPatches] = []
         while self._expected and self._fits() and sum(kept.size for kept in begun) < QUESTION_BYTES:
             _, rows = self._expected.popitem(last=False)
@@ -163,7 +158,7 @@ class NearPixels:
                 self._keep(begun[-1])
         return begun
 
-    # The methods of the thread `near-pixels`:
+    # The methods below belong to the thread `near-pixels`.
 
     def _fetch_ahead(self) -> None:
         while True:

@@ -1,8 +1,7 @@
-"""Parquet files as the Hugging Face hub has them: text columns beside lists of embedded images.
+"""Reads prompts from parquet files with embedded media, as the Hugging Face hub has them.
 
-Rows are read when they are drawn, a row group at a time; the last few row groups stay in memory. Media are named by
-their cells; the bytes of media do not stay in memory. At the start, only two things are read: the ids, to refuse
-duplicates, and the first rows of unused columns, to find media there.
+A row is read, with its row group, when it is drawn. Texts of the latest row groups stay in memory; media are named by
+their cells. At the start, the ids are read, to refuse duplicates, and the first rows of unused columns, to find media.
 """
 
 import bisect
@@ -25,9 +24,9 @@ from .media_cache import Recent
 from .sources import Fields, answer_text, resolve, tell_unused, to_prompt
 
 log = logging.getLogger("fluxjax.data")
-CACHE_BYTES = 64 << 20  # bytes of texts in memory, beside the texts of the row group in use
+CACHE_BYTES = 64 << 20  # most bytes of texts in memory; the newest row group stays even if it is larger
 _FIRST_ROWS = 16  # rows of unused columns, read to see whether they hold media
-LARGE_ROW_GROUP = 128 << 20  # bytes; a shuffled read of larger row groups is slow, so the user is warned
+LARGE_ROW_GROUP = 128 << 20  # bytes; a shuffled read of larger row groups is slow, and the user is warned
 _SPLITS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
 _SPLITS |= {"testing": "test", "eval": "test", "evaluation": "test"} | {n: n for n in ("train", "validation", "test")}
 _WORD = re.compile(rf"(?<![a-z])({'|'.join(_SPLITS)})(?![a-z])")
@@ -35,11 +34,9 @@ _FOLDERS = {"", "data", "default"}  # folder names that do not name a subset
 
 
 class ParquetSource:
-    """Reads one file, or the files that `chosen_files` chooses; `path` is a file, folder or pattern, local or a URL.
-
-    Media columns may hold one item or a list; an item is bytes, a path (relative to the file), or the hub's
-    struct of `bytes` and `path`. Raises `DataError` for unreadable files, wrong columns and duplicate ids.
-    """
+    """Reads one file, or the files that `chosen_files` chooses. `path` is a file, folder or pattern, local or a URL.
+    Media columns may hold one item or a list; an item is bytes, a path relative to the file's folder, or a struct of
+    `bytes` and `path`. Raises `DataError` for unreadable files, wrong columns and duplicate ids."""
 
     def __init__(
         self, path: str | pathlib.Path, name: str, fields: Fields | None = None, held_out: bool = False
@@ -60,7 +57,7 @@ class ParquetSource:
         self._columns = [column for column in vars(self.fields).values() if column]
         self._media = [column for _, column in self.fields.media]
         self._groups: list[tuple[int, int]] = []  # (file, row group)
-        self._starts: list[int] = [0]  # first row of each row group, and the end
+        self._starts: list[int] = [0]  # first row of each row group, and the number of rows
         self._first_row: list[int] = []  # first row of each file
         for shard, file in enumerate(self._files):
             self._check(shard)
@@ -123,8 +120,8 @@ class ParquetSource:
             yield from map(str, column.to_pylist())
 
     def _group(self, position: int) -> pa.Table:
-        """Returns the rows of a row group, with slots (`cells.SLOTS`) in media columns."""
-        with self._lock:  # a ParquetFile must not be read from two threads at once
+        """Returns the texts of a row group, with slots (`cells.SLOTS`) in media columns."""
+        with self._lock:  # two threads must not read one ParquetFile at once
             table = self._cache.get(position)
             if table is None:
                 shard, group = self._groups[position]
@@ -139,7 +136,6 @@ class ParquetSource:
             return table
 
     def _check(self, shard: int) -> None:
-        """Raises `DataError` unless the shard has all columns, with usable types."""
         schema, where = self._files[shard].schema_arrow, self.paths[shard]
         for column in self._columns:
             if column not in schema.names:
@@ -156,7 +152,6 @@ class ParquetSource:
                 )
 
     def _check_ids(self) -> None:
-        """Raises `DataError` for an id that an earlier row uses."""
         seen: dict[str, int] = {}
         for row, id in enumerate(self.ids()):
             if (first := seen.setdefault(id, row)) != row:
@@ -164,7 +159,7 @@ class ParquetSource:
                 raise DataError(f"{path}: row {number} has the id {id}, already used by {_name(before)}#{row_before}")
 
     def _place(self, index: int) -> tuple[str, int]:
-        """Returns the file of a row, and the row's number in the file."""
+        """Returns the file that has a row, and the row's number in this file."""
         shard = bisect.bisect_right(self._first_row, index) - 1
         return self.paths[shard], index - self._first_row[shard]
 
@@ -181,17 +176,16 @@ def _name(path: str) -> str:
 
 
 def split_of(path: str) -> str:
-    """Returns the split that a path names, in the file's name or else in the nearest folder's; empty if in none."""
+    """Returns the split that a path names, or an empty text. The file's name goes before folders, and the nearest
+    folder first."""
     words = (_WORD.search(part) for part in reversed(path.lower().split("/")))
     return next((_SPLITS[word[1]] for word in words if word), "")
 
 
 def chosen_files(path: str, held_out: bool = False) -> list[str]:
-    """Returns the parquet files of a folder, or of a pattern of names, in the order of their names. If a folder has
-    several splits, only files of the training split are returned, or with `held_out` of the other split.
-
-    Raises `DataError` if there are no files or the choice is not clear, and OSError if the folder can't be read.
-    """
+    """Returns the parquet files of a folder or of a pattern, sorted by name. If a folder has several splits, returns
+    only files of the training split, or with `held_out` only files of the other split. Raises `DataError` if there are
+    no files or the choice is not clear, and OSError if the folder can't be read."""
     if "*" in posixpath.basename(path) and not is_folder(path):
         if not (names := matching(parent(path), posixpath.basename(path))):
             raise DataError(f"{path}: no file has such a name")

@@ -1,4 +1,4 @@
-"""Prepares prompts ahead of their use: decodes their media, or has a store measure them, and tokenises their text."""
+"""Prepares prompts before they are drawn: tokenises their texts, and has their media decoded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Sorted: TypeAlias = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]  # usa
 Media: TypeAlias = Sequence[tuple[str, str | bytes]]
 MAX_SKIPPED = 0.5  # share of the draws that may be skipped
 _JUDGED = 100  # draws before MAX_SKIPPED applies
-_HOPELESS = 1000  # skips in a row that end the run (fewer for small sources): the data, or its path, must be wrong
+_HOPELESS = 1000  # most skips in a row, fewer for small sources; more mean that the data or their path is wrong
 
 
 @runtime_checkable
@@ -57,11 +57,11 @@ class TextAndMedia(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PromptLimits:
-    """The largest prompt that the engine's cache and a microbatch can hold. `devices` devices compute the media of a
-    prompt; one device computes all patches of a frame pair."""
+    """The largest prompt that the engine's cache and a microbatch can hold. The frame pairs of a prompt are dealt to
+    `devices` devices, each pair to one device."""
 
     tokens: int
-    patches: int  # most patches on a device
+    patches: int  # most patches of a device
     devices: int = 1
 
     @classmethod
@@ -74,8 +74,8 @@ class PromptLimits:
         )
 
     def refuse(self, prompt: Prompt, tokens: int, patches: int, largest_frame: int) -> SkippedPrompt | None:
-        """Returns a prompt that is empty or too large as a skipped prompt; else None. Devices get complete frame pairs
-        of at most `largest_frame` patches each; every device must surely hold the pairs dealt to it."""
+        """Returns a skipped prompt if the prompt is empty or too large, else None. A frame pair has at most
+        `largest_frame` patches. Every way to deal frame pairs to devices must respect the limits."""
         if not tokens:
             return SkippedPrompt(prompt, "empty prompt", "it has no tokens")
         if tokens > self.tokens:
@@ -94,9 +94,9 @@ def prepare_prompt(
     chat_template: bool = False,
     proxy: ProxyMedia | None = None,
 ) -> Result:
-    """Tokenises a prompt and decodes its media for engine and trainer; returns a prompt that cannot be used as a
-    `SkippedPrompt`. Media are not decoded if their headers show that a prompt is too large. With a `proxy`, a store
-    decodes media that are in files, and the inputs hold shadows instead of pixels. Raises `DataError`."""
+    """Tokenises a prompt and decodes its media. Returns a `SkippedPrompt` for a prompt that cannot be used. Media are
+    not decoded if their headers show that the prompt is too large. With a `proxy`, a store decodes media that are in
+    files, and the inputs hold shadows in the place of pixels. Raises `DataError`."""
     if isinstance(prompt, SkippedPrompt):
         return prompt
     try:
@@ -116,9 +116,9 @@ def prepare_prompt(
         return SkippedPrompt(prompt, error.reason.partition(":")[0], str(error))
     except PromptError as error:
         return SkippedPrompt(prompt, error.reason, str(error))
-    except (MemoryError, DataError):  # a lost store, for example, is not the prompt's fault
+    except (MemoryError, DataError):  # errors that are not the prompt's fault, such as a lost store
         raise
-    except Exception as error:  # no error of a decoder about one file may end the run
+    except Exception as error:  # a decoder's error about one file must not end the run
         return SkippedPrompt(prompt, f"failed with {type(error).__name__}", str(error))
     frames = np.diff(inputs.frame_edges)
     refused = limits.refuse(prompt, len(inputs), int(np.sum(frames)), int(np.max(frames, initial=0)))
@@ -142,8 +142,8 @@ def tokenised(processor: TextAndMedia, prompt: Prompt, chat_template: bool) -> S
 def _refused_undecoded(
     outline: Callable[..., PromptOutline], prompt: Prompt, limits: PromptLimits
 ) -> SkippedPrompt | None:
-    """Returns a prompt as skipped if the headers of its media show that it is too large; else None. A header may be
-    wrong: before a prompt is skipped, `outline(count=True)` counts the frames."""
+    """Returns a skipped prompt if its media are too large by their headers, else None. A header may be wrong, so that
+    `outline(count=True)` counts the frames before a prompt is skipped."""
     with contextlib.suppress(MediaError):  # `prepare` will raise an error that describes the fault better
         for count in (False, True):
             sizes = outline(count=count)
@@ -154,13 +154,13 @@ def _refused_undecoded(
 
 
 class ReadAhead(Generic[Item]):
-    """The items `first`, `first + 1`, ...; threads make items up to `ahead` beyond the last item taken.
+    """The items `first`, `first + 1` and so on, which threads make up to `ahead` items beyond the last item taken.
 
-    `take` lets threads begin further items only after it has collected its own items: woken threads would compete
-    with the caller of `take` for the interpreter's lock.
+    `take` wakes threads for further items only after collecting its own items. Threads that are woken earlier would
+    compete with the caller for the interpreter's lock.
 
-    `make` is called from `threads` threads; every `take` that reaches an item whose `make` failed raises the error.
-    `ready` is called once with each other item, in order, and must not block. One thread may call `take` at a time.
+    `threads` threads call `make`. Every `take` that reaches an item whose `make` failed raises the error of `make`.
+    `ready` gets each successful item once, in order, and must not block. One thread may call `take` at a time.
     """
 
     def __init__(
@@ -175,11 +175,11 @@ class ReadAhead(Generic[Item]):
         self._make, self._ready, self._ahead = make, ready, ahead
         self._changed = threading.Condition()
         self._begun = first  # the first item that no thread has begun
-        self._taken = first  # the first item that was not taken
+        self._taken = first  # the first item that `take` has not returned
         self._most = first + ahead  # the first item that threads may not begin yet
-        self._made: dict[int, Item | Exception] = {}  # items that wait for an unfinished earlier item
+        self._made: dict[int, Item | Exception] = {}  # items that are made before an earlier item
         self._queue: collections.deque[Item] = collections.deque()
-        self._failed: Exception | None = None  # the error of the item behind the queue
+        self._failed: Exception | None = None  # the error of the item after the queue
         self._closed = False
         for _ in range(threads):
             threading.Thread(target=self._work, name="prepare", daemon=True).start()
@@ -204,15 +204,15 @@ class ReadAhead(Generic[Item]):
         return items
 
     def close(self) -> list[Item]:
-        """Ends each thread after its present item; does not wait for the threads. Returns the items in the queue:
-        `ready` was called with them, and nobody took them."""
+        """Ends each thread after its present item, without waiting. Returns the items of the queue, which `ready` got
+        and nobody took."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
             return list(self._queue)
 
     def _make_to(self, number: int) -> None:
-        """Lets the threads make all items before `number`. The caller holds the lock."""
+        """The caller holds the lock."""
         if number > self._most:
             self._most = number
             self._changed.notify_all()
@@ -236,7 +236,7 @@ class ReadAhead(Generic[Item]):
             return self._begun - 1
 
     def _line_up(self) -> None:
-        """Moves the next items, as far as they are made, into the queue. The caller holds the lock."""
+        """Moves finished items into the queue, up to the first unfinished item. The caller holds the lock."""
         while not (self._closed or self._failed) and (number := self._taken + len(self._queue)) in self._made:
             item = self._made.pop(number)
             if isinstance(item, Exception):
@@ -248,11 +248,9 @@ class ReadAhead(Generic[Item]):
 
 
 class Preparer:
-    """The prompt source of the runtime: draws prompts in order, which threads have prepared ahead.
-
-    `state_dict` counts the draws handed out, not the draws read ahead. Prompts that cannot be used are returned with a
-    reason and count as draws: a caller that needs more prompts draws again. One call of `draw` may run at a time.
-    """
+    """The runtime's source of prompts. Threads prepare prompts ahead, in the order of draws. `state_dict` counts the
+    draws handed out, not the draws read ahead. Prompts that cannot be used are returned with a reason, and count as
+    draws. Only one call of `draw` may run at a time."""
 
     def __init__(
         self,
@@ -263,9 +261,9 @@ class Preparer:
         ahead: int = 0,
         proxy: ProxyMedia | None = None,
     ) -> None:
-        """Threads prepare `ahead` prompts beyond the last draw; 0: one step's prompts, or two steps' with
-        `data.near_gib`. The store of `proxy` decodes media, and `proxy` is told which prompts are next. Without
-        `proxy`, this process decodes media, and prompts hold their pixels."""
+        """Threads prepare `ahead` prompts beyond the last draw. If `ahead` is 0, threads prepare the prompts of one
+        step, or of two steps with `data.near_gib`. The store of `proxy` decodes media. Without `proxy`, this process
+        decodes media, and prompts hold their pixels."""
         self.processor = processor
         self.loader = loader
         self.skipped: collections.Counter[str] = collections.Counter()  # by reason: number of skipped draws
@@ -282,18 +280,16 @@ class Preparer:
         self._ahead = ahead or (1 + bool(config.data.near_gib)) * self._step
         self._next_index = 0  # the draw after the last draw that was handed out
         self._reading: ReadAhead[Result] | None = None  # begins with the first draw
-        self._lock = threading.Lock()  # guards `_reading`: a cancelled draw may still be reading
-        self._handed: collections.deque[PreparedPrompt] = collections.deque()  # handed out, not passed by yet
+        self._lock = threading.Lock()  # guards `_reading`, which a cancelled draw may still use
+        self._handed: collections.deque[PreparedPrompt] = collections.deque()  # prompts whose pixels are still expected
         self._logged: collections.Counter[tuple[str, str]] = collections.Counter()  # by source and reason
         self._skips_in_a_row = 0
         self._patience = min(_HOPELESS, 2 * sum(map(len, loader.sources.values())))
 
     async def draw(self, count: int) -> Sorted:
-        """Returns the next `count` draws: prepared prompts, and skipped prompts with reasons.
-
-        Raises `DataError` if a file cannot be read, if too many prompts in a row were skipped, or if the skipped draws
-        exceed the share `MAX_SKIPPED` of all draws.
-        """
+        """Returns the next `count` draws: prepared prompts, and skipped prompts with reasons. Raises `DataError` if a
+        file cannot be read, or if too many draws in a row, or more than the share `MAX_SKIPPED` of all draws, are
+        skipped."""
         items = self._taken_at_once(count)
         if items is None:
             items = await asyncio.to_thread(self._take, count)
@@ -319,18 +315,18 @@ class Preparer:
         return prepared, skipped
 
     def prepare_all(self, prompts: Iterable[Drawn]) -> Sorted:
-        """Prepares prompts, such as held-out prompts, in threads, without a draw. Keeps their order. Blocks."""
+        """Prepares prompts, such as held-out prompts, in threads, and keeps their order. Counts no draws. Blocks."""
         with concurrent.futures.ThreadPoolExecutor(self._threads) as threads:
             return self._sort(list(threads.map(self._prepare, prompts)))
 
     def again(self, draws: Iterable[int]) -> list[PreparedPrompt]:
-        """Prepares draws from before a checkpoint again. A prompt that can no longer be used is logged and left out.
-        Raises `DataError` if the configuration no longer has a prompt's source."""
+        """Prepares earlier draws again. A prompt that can no longer be used is logged and left out. Raises `DataError`
+        if the configuration no longer has a prompt's source."""
         return self.prepare_all(at(self.loader.order, draw) for draw in draws)[0]
 
     def laid_out(self, tickets: Mapping[int, Sequence[str]]) -> dict[int, ModelInput]:
-        """Returns the model inputs of draws, from the `tickets` of each draw's media that process 0 sent; reads no
-        media. Raises `DataError` if a draw is another prompt in this process, or has other media."""
+        """Returns the model inputs of draws from the `tickets` of their media, which process 0 sent. Reads no media.
+        Raises `DataError` if a draw is another prompt in this process than in process 0, or has other media."""
         return {draw: self._laid_out(draw, list(map(Ticket.parse, words))) for draw, words in tickets.items()}
 
     def _laid_out(self, draw: int, tickets: Sequence[Ticket]) -> ModelInput:
@@ -346,27 +342,27 @@ class Preparer:
             raise DataError(f"draw {draw} is another prompt here than in process 0: {error}") from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state after the last completed draw, as JSON values, with the field names of Grain's iterator."""
+        """Returns the state after the last completed draw, as JSON values."""
         order = {"seed": self.loader.seed, "mixtures": self.loader.mixtures, "contents": self.loader.contents}
         return {"next_index": self._next_index, **order, "skipped": dict(self.skipped)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues after the draw at which `state` was taken; items read ahead are dropped. Raises `DataError` if the
-        seed or the size of a source has changed."""
+        """Continues after the draw at which `state` was taken. Drops items that were read ahead. Raises `DataError` if
+        the seed or the size of a source has changed."""
         self.close()
         self._next_index = state["next_index"]
         self.loader.resume(state["seed"], state["mixtures"], self._next_index)
         self.skipped = collections.Counter(state["skipped"])
 
     def close(self) -> None:
-        """Ends the threads; a later draw starts them again."""
+        """Ends the threads. A later draw starts new threads."""
         with self._lock:
             if self._reading is not None:
                 self._pass_by(self._reading.close(), keep=0)
                 self._reading = None
 
     def _taken_at_once(self, count: int) -> list[Result] | None:
-        """Returns the next items if they are ready, else None: handing the work to a thread would take longer."""
+        """Returns the next items if all are ready, else None. Spares the detour through a thread."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -376,7 +372,6 @@ class Preparer:
             self._lock.release()
 
     def _take(self, count: int) -> list[Result]:
-        """Reads the next `count` items. Blocks."""
         with self._lock:
             if self._reading is None:
                 order = self.loader.order
@@ -394,8 +389,8 @@ class Preparer:
             self._proxy.expect(item.prompt.draw, item.inputs)
 
     def _pass_by(self, items: Iterable[Result], keep: int) -> None:
-        """Queues prompts that were handed out or dropped, and has the proxy pass by all but the newest `keep` prompts
-        of the queue. The pixels of these prompts were used by now, or never will be."""
+        """Queues prompts that were handed out or dropped. The proxy passes by all queued prompts except for the newest
+        `keep`, because their pixels were used, or never will be."""
         if self._proxy is None:
             return
         self._handed.extend(item for item in items if isinstance(item, PreparedPrompt))
@@ -403,7 +398,6 @@ class Preparer:
             self._proxy.pass_by(self._handed.popleft().inputs)
 
     def _sort(self, items: Sequence[Result]) -> Sorted:
-        """Splits prepared prompts from skipped prompts; logs the first few skips of each source and reason."""
         skipped = [item for item in items if isinstance(item, SkippedPrompt)]
         for item in skipped:
             id, source, reason = item.prompt.id, item.prompt.source, item.reason

@@ -1,8 +1,7 @@
-"""Prompts with shadows in the place of pixels: a store measures their media, engines and trainer fetch the pixels.
+"""Prompts with shadows in the place of pixels.
 
-The index keeps the version of each medium's file, so that the version is not read again. Decoding a file that has
-changed since then raises `StaleTicket`; after `MediaIndex.forget`, the file is read anew. Old tickets never get pixels
-of a newer file.
+A store decodes the media and gives tickets, by which engines and trainer fetch the pixels. The index remembers the
+version of each medium's file. A changed file raises `StaleTicket` until `MediaIndex.forget`.
 """
 
 from __future__ import annotations
@@ -30,14 +29,12 @@ from .tickets import MediaRef, MediaStore, StaleTicket, Ticket, read_ref, ref_of
 if TYPE_CHECKING:
     from .near_pixels import NearPixels
 
-Verdict: TypeAlias = Medium | MediaError  # the result of decoding: a medium, or why it can't be used
+Verdict: TypeAlias = Medium | MediaError  # the medium, or why it can't be used
 KNOWN = 1 << 17  # media in the index; the least recently used media are dropped
 
 
 @dataclasses.dataclass(frozen=True)
 class _KnownMedium:
-    """The entry of the index for a medium in one version of its file."""
-
     stamp: str
     facts: Facts | None = None
     settings: str = ""  # the digest of the media settings by which `verdict` was decoded
@@ -45,15 +42,15 @@ class _KnownMedium:
 
 
 class MediaIndex:
-    """Sizes and verdicts of media, by kind, path and cell. Any thread may read and write them."""
+    """Sizes and verdicts of media, by kind, path and cell. Thread-safe."""
 
     def __init__(self) -> None:
         self._media = Recent[_KnownMedium](KNOWN)
         self._lock = threading.Lock()  # held while an entry is replaced
 
     def ref(self, media: Media) -> MediaRef:
-        """Returns the reference of a medium from the index, without reading the medium's file, or else from `ref_of`.
-        Raises MediaError as `ref_of` does."""
+        """Returns the reference of a medium, with the file version of the index, or else from `ref_of`. Raises
+        MediaError as `ref_of` does."""
         if media.stamp or media.data is not None:
             return ref_of(media)
         kind, path = media.kind.value, local(media.path)
@@ -65,15 +62,15 @@ class MediaIndex:
         return self._known(ref).facts
 
     def verdict(self, ref: MediaRef, settings: str) -> Verdict | None:
-        """Returns the result of decoding the medium by settings with the digest `settings`; None if the index has no
-        such result."""
+        """Returns the result of decoding the medium by settings with the digest `settings`, or None if the index has
+        none."""
         known = self._known(ref)
         said = known.verdict if known.settings == settings else None
         return MediaError(ref.name, said.reason) if isinstance(said, MediaError) else said
 
     def medium(self, ref: MediaRef, settings: MediaSettings) -> tuple[Medium, bool] | None:
-        """Returns the medium, and True if decoding or counting frames has confirmed its size; False for the size of a
-        header. None if the file must be read first. Raises MediaError for a medium that can't be used."""
+        """Returns the medium, and whether decoding or counting frames has confirmed its size. Returns None if the file
+        must be read first. Raises MediaError for a medium that can't be used."""
         said = self.verdict(ref, settings.digest)
         if isinstance(said, MediaError):
             raise said
@@ -90,8 +87,8 @@ class MediaIndex:
                 self._media.put(_key_of(ref), dataclasses.replace(known, facts=facts))
 
     def note_all(self, refs: Sequence[MediaRef], settings: str, found: Sequence[Ticket | MediaError]) -> None:
-        """Adds a store's answers about media, decoded by settings with the digest `settings`. Forgets a medium whose
-        file has changed. Errors that may pass (`MediaUnavailable`) are not added."""
+        """Adds a store's answers about media that were decoded by settings with the digest `settings`. Forgets a medium
+        whose file has changed. Does not add errors that may pass (`MediaUnavailable`)."""
         for ref, said in zip(refs, found, strict=True):
             if isinstance(said, StaleTicket):
                 self.forget(ref)
@@ -102,7 +99,7 @@ class MediaIndex:
                     self._media.put(_key_of(ref), known)
 
     def forget(self, ref: MediaRef) -> None:
-        """Forgets a medium, whatever the version of its file, so that its file is read again."""
+        """Forgets a medium in all versions of its file."""
         self._media.drop(_key_of(ref))
 
     def _known(self, ref: MediaRef) -> _KnownMedium:
@@ -116,7 +113,7 @@ def _key_of(ref: MediaRef) -> tuple[str, str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class ProxyMedia:
-    """The media of prompts that are prepared without pixels: the `index` has sizes and verdicts of media, the `store`
+    """Prepares the media of prompts without their pixels. The `index` has sizes and verdicts of media; the `store`
     decodes media, perhaps on other machines. `near` fetches pixels of expected prompts ahead. If `among` processes
     generate, this process fetches the pixels of every `among`-th draw."""
 
@@ -126,7 +123,7 @@ class ProxyMedia:
     among: int = 1
 
     def can_name(self, media: Sequence[Media]) -> bool:
-        """Says whether all of these media are in files, so that tickets can name them."""
+        """Says whether tickets can name all of these media, which must be in files."""
         return all(medium.data is None for medium in media)
 
     def expect(self, draw: int, inputs: PromptInput) -> None:
@@ -135,14 +132,13 @@ class ProxyMedia:
             self.near.expect(rows_of(inputs))
 
     def pass_by(self, inputs: PromptInput) -> None:
-        """Tells `near` that this prompt's pixels need not be fetched ahead any more; fetched pixels may stay for a
-        later use."""
+        """Tells `near` that this prompt's pixels are no longer expected."""
         if self.near is not None:
             self.near.pass_by(rows_of(inputs))
 
     def outline(self, processor: Processor, token_ids: Sequence[int], prompt: Prompt, *, count: bool) -> PromptOutline:
         """Returns the sizes of a prompt, from the index or from headers of media. With `count`, counts the frames of
-        videos that were not counted yet. Raises PromptError and MediaError."""
+        videos whose size is not confirmed. Raises PromptError and MediaError."""
         found = [self._glance(processor, self.index.ref(medium), count) for medium in prompt.media]
         return processor.outline_of(token_ids, [medium for medium, _ in found], certain=all(sure for _, sure in found))
 
@@ -185,8 +181,8 @@ def rows_of(inputs: PromptInput) -> tuple[Rows, ...]:
 
 
 def layout(processor: Processor, token_ids: Sequence[int], tickets: Sequence[Ticket]) -> Callable[[], ModelInput]:
-    """Returns a function that makes the model input of a tokenised prompt with these media; no file is read. `layout`
-    and the function raise PromptError or ValueError if prompt and media do not fit together."""
+    """Returns a function that makes the model input of a tokenised prompt with these media, without reading a file.
+    `layout` and the function raise PromptError or ValueError if prompt and media do not fit together."""
     if wrong := next((ticket for ticket in tickets if ticket.settings != processor.settings.digest), None):
         raise ValueError(f"{wrong.ref.name} was preprocessed by other settings than those of this process")
     outline = processor.outline_of(token_ids, [ticket.medium for ticket in tickets])

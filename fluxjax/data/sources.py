@@ -1,7 +1,7 @@
-"""Records and sources of prompts: the roles of a record's fields, the record's prompt, JSONL manifests.
+"""Records and sources of prompts.
 
-A record is a mapping with a question, an answer and perhaps media. Manifests of this project have the fields `prompt`,
-`answer`, `images`, `videos`, `id`; published data sets have `problem`, `question`, `solution` and so on.
+A record is a mapping with a question, an answer and perhaps media. Fields have the names of `ALIASES`, or the names
+that the settings give.
 """
 
 import collections
@@ -37,15 +37,15 @@ ALIASES: dict[str, tuple[str, ...]] = {
 REQUIRED, MEDIA = ("prompt", "answer"), ("images", "videos")
 MARKS = {MediaKind.IMAGE: "<image>", MediaKind.VIDEO: "<video>"}
 MARK = re.compile("<image>|<video>")
-_TYPO = 0.75  # least difflib ratio at which an unknown name counts as misspelt
+_TYPO = 0.75  # least difflib ratio at which a name counts as a misspelt alias
 _ENDINGS = "png|jpe?g|jfif|webp|gif|bmp|tiff?|avif|hei[cf]|jp2|p[gnp]m|mp4|m4v|mpe?g|mov|mkv|webm|avi|wmv|flv"
 _MEDIA_NAME = re.compile(rf"(?is)data:(image|video)/.*|.*\.({_ENDINGS})(\?\S*)?")
 
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The name of each field in one file; empty if the file has no such field. For an empty name in the settings,
-    `resolve` tries the names in `ALIASES`."""
+    """The name of each field in one file, or an empty text if the file lacks the field. In settings, an empty text
+    stands for the names in `ALIASES`."""
 
     prompt: str = ""
     answer: str = ""
@@ -60,12 +60,10 @@ class Fields:
 
 
 def resolve(found: Iterable[str], wanted: Fields, where: str, empty: Container[str] = ()) -> Fields:
-    """Returns the names of a file's or a line's fields, out of the names `found`; the fields in `empty` hold nothing.
-    `where` opens every error message.
-
-    Raises `DataError` if a name given in `wanted` is absent, if prompt or answer cannot be found, if several fields
-    hold images or several hold videos, or if an unused name resembles that of a media field that was not found.
-    """
+    """Returns the names of the fields, out of the names `found` in a file or line. The fields in `empty` hold nothing.
+    Every error message begins with `where`. Raises `DataError` if a name given in `wanted` is absent, or if prompt or
+    answer cannot be found. Raises `DataError` if several fields hold images (or videos), or if an unused name resembles
+    that of a missing media field."""
     names = list(found)
     result: dict[str, str] = {}
     for role, aliases in ALIASES.items():
@@ -106,8 +104,8 @@ def answer_text(value: object) -> str | None:
 
 
 def tell_unused(fields: Mapping[str, Sequence[object]], source: str, any_used: bool, where: str) -> None:
-    """Warns of unused fields whose values look like media. Raises `DataError` if such a field holds more than file
-    names, and no media are used (not `any_used`)."""
+    """Warns of unused fields whose values look like media. If no media are used (`any_used` is False), raises
+    `DataError` for a field that holds more than file names."""
     for name, values in fields.items():
         if any(map(_is_media, values)):
             fix = f"data.sources.{source}.columns.images or .videos"
@@ -118,7 +116,6 @@ def tell_unused(fields: Mapping[str, Sequence[object]], source: str, any_used: b
 
 
 def _is_media(value: object) -> bool:
-    """Says whether a value looks like media: bytes, a path, a data URI, or a list or dictionary of these."""
     if isinstance(value, list | dict):
         return any(map(_is_media, value.values() if isinstance(value, dict) else value))
     return isinstance(value, bytes) or (isinstance(value, str) and bool(_MEDIA_NAME.fullmatch(value)))
@@ -138,7 +135,7 @@ def _medium_at(kind: MediaKind, folder: str, path: str | Media) -> Media:
 
 
 def to_prompt(record: Mapping[str, object], fields: Fields, source: str, id: str, folder: str, where: str) -> Prompt:
-    """Returns the prompt of a record; `where` names its file and line. A media field has a path relative to `folder`,
+    """Returns the prompt of a record, whose file and line `where` names. A media field has a path relative to `folder`,
     or a list of such paths or `Media`. Raises `RecordError`."""
     text, answer = record[fields.prompt], answer_text(record[fields.answer])
     if not isinstance(text, str):
@@ -163,10 +160,9 @@ def _refused(id: object, reason: str, where: str, field: str, record: Mapping[st
 
 
 def _marked(id: str, source: str, text: str, answer: str, media: Mapping[MediaKind, Sequence[Media]]) -> Prompt:
-    """Returns a prompt whose media stand in the order of the marks. A text without marks gets the marks of all media in
-    front. Without any media field (`media` is empty), marks in the text are plain words.
-
-    Raises `ValueError` with a short reason if marks and media disagree, or if the prompt is empty."""
+    """Returns a prompt whose media stand in the order of the marks. A text without marks gets the marks of all media at
+    its begin. If `media` is empty (no media field), marks in the text are plain words. Raises `ValueError` with a short
+    reason if marks and media disagree, or if the prompt is empty."""
     if not text and not any(media.values()):
         raise ValueError("an empty prompt")
     if not media:
@@ -186,12 +182,12 @@ def _marked(id: str, source: str, text: str, answer: str, media: Mapping[MediaKi
 
 @runtime_checkable
 class Source(Protocol):
-    """Holds a fixed number of prompts, which any thread may read in any order."""
+    """A fixed number of prompts, which any thread may read in any order."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Prompt:
-        """Returns the prompt of a row. Raises `RecordError` if this record cannot be used."""
+        """Raises `RecordError` if the record cannot be used."""
         ...
 
     def texts(self) -> Iterator[str]:
@@ -239,8 +235,8 @@ def digest_of(source: Source) -> str:
 
 
 def given(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, Source]:
-    """Returns a source for each source name of the prompts. Raises `DataError` for a name that the configuration lacks:
-    such a source would have no reward."""
+    """Returns a source for each source name of the prompts. Raises `DataError` for a name that the configuration
+    lacks."""
     by_source: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         if prompt.source not in config.sources:
@@ -251,11 +247,10 @@ def given(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, Source]:
 
 
 class JsonlSource(PromptList):
-    """A manifest: one JSON object a line, e.g. `{"id": "a", "prompt": "<image>How many?", "answer": "3",
-    "images": ["images/a.png"]}`. Media paths are relative to the manifest's folder, or URLs; the manifest may be a URL.
-
-    All lines are checked when the file is opened; media are not read. Raises `DataError`, naming the file and the line,
-    for a line that is no record or lacks a field, and for the first record if no record can be used."""
+    """A manifest with one JSON object a line, such as `{"id": "a", "prompt": "<image>How many?", "answer": "3",
+    "images": ["images/a.png"]}`. A media path is relative to the manifest's folder, or a URL. The manifest may be a
+    URL, too. All lines are checked when the file is opened, without reading media. Raises `DataError` for a line that
+    is no record or lacks a field, and if no record can be used."""
 
     def __init__(self, path: str | pathlib.Path, name: str, fields: Fields | None = None) -> None:
         path = local(str(path))
@@ -306,7 +301,7 @@ def _read_lines(path: str) -> Iterator[tuple[int, Mapping[str, object]]]:
 
 
 def all_texts(sources: Iterable[Source]) -> Iterator[str]:
-    """Yields every prompt and answer, for a tokenizer that must be able to write these texts."""
+    """Yields every prompt and every answer of the sources."""
     return itertools.chain.from_iterable(source.texts() for source in sources)
 
 

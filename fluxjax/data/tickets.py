@@ -1,8 +1,7 @@
-"""References of media, the bytes behind the references, and tickets that travel in the place of pixels.
+"""References of media in files, and tickets that stand for decoded media.
 
-A ticket names patches that never change: a medium in one version of its file, preprocessed by given settings. So any
-store can serve any ticket, whichever store decoded the medium before, and all stores serve the same pixels. If a file
-changes, its tickets are stale: a store then raises an error, and serves no newer pixels.
+A ticket names the patches of one medium in one version of its file, by given settings. These patches never change, so
+that any store can serve any ticket. If a file changes, a store refuses its old tickets with StaleTicket.
 """
 
 from __future__ import annotations
@@ -32,11 +31,8 @@ class StaleTicket(MediaError):
 
 @dataclasses.dataclass(frozen=True)
 class MediaRef:
-    """An image or a video file by reference.
-
-    `path` is a local file, or any URL that fsspec opens. In a parquet file, `cell` names one medium, as
-    `COLUMN/ROW/INDEX`. `stamp` is the version of the file.
-    """
+    """An image or a video file by reference. `path` is a local file, or any URL that fsspec opens. In a parquet file,
+    `cell` names one medium, as `COLUMN/ROW/INDEX`. `stamp` is the version of the file."""
 
     kind: str  # "image" or "video"
     path: str
@@ -50,8 +46,8 @@ class MediaRef:
 
 
 def ref_of(media: Media) -> MediaRef:
-    """Returns the reference of a medium, with the version that the medium names, or else with its file's present
-    version. Raises MediaError for a missing file, and for a medium that is in no file."""
+    """Returns the reference of a medium, with the version that the medium names, or else with the present version of
+    its file. Raises MediaError if the medium is in no file, or its file is missing."""
     if media.data is not None:
         raise MediaError(media.name, "is in no file")
     path = local(media.path)
@@ -68,18 +64,14 @@ def current_stamp(path: str) -> str:
 
 def check_ref(ref: MediaRef) -> None:
     """Raises StaleTicket if the file is not in the referenced version, MediaError if its version can't be read.
-
-    Decoders of local files call `check_ref` again after decoding: the file may have changed meanwhile.
-    """
+    Decoders of local files call `check_ref` again after decoding, because the file may have changed meanwhile."""
     if (now := current_stamp(ref.path)) != ref.stamp:
         raise StaleTicket(ref.name, f"has changed (it is version {now}, not {ref.stamp})")
 
 
 def read_ref(ref: MediaRef) -> Source:
-    """Returns the input of decoders: the path of a local file, or the bytes of a parquet cell or of a URL. Blocks.
-
-    Raises StaleTicket if the file is not in the referenced version, MediaError if the file can't be read.
-    """
+    """Returns what a decoder reads: the path of a local file, or the bytes of a parquet cell or of a URL. Blocks.
+    Raises StaleTicket if the file is not in the referenced version, MediaError if the file can't be read."""
     if ref.cell:
         return _read_cell(ref)
     if not is_url(ref.path):
@@ -89,13 +81,12 @@ def read_ref(ref: MediaRef) -> Source:
         data = read(ref.path)
     except OSError as error:
         raise _unreadable(ref.name, error) from error
-    check_ref(ref)  # called after reading, so that a file replaced before is noticed
+    check_ref(ref)  # after reading, because the URL may have changed meanwhile
     return data
 
 
 def source_of(media: Media) -> Source:
-    """Returns the input of decoders, as `read_ref` does, for a medium that has no reference yet. Blocks. Raises
-    MediaError."""
+    """Returns what a decoder reads, as `read_ref` does, for a medium without a reference. Blocks. Raises MediaError."""
     if media.data is not None:
         return media.data
     if media.cell or is_url(media.path):
@@ -130,8 +121,8 @@ def _unreadable(name: str, error: OSError) -> MediaError:
 
 @dataclasses.dataclass(frozen=True)
 class Ticket:
-    """The name of a medium's patches, `[P, X]` in window order. `settings` is the digest of the settings by which the
-    file was decoded; `medium` describes the decoded medium."""
+    """The name of a medium's patches, `[P, X]` in window order. `settings` is the digest of the settings that decoded
+    the file."""
 
     ref: MediaRef
     settings: str
@@ -143,7 +134,6 @@ class Ticket:
         return pairs * rows * columns
 
     def __str__(self) -> str:
-        """Returns the ticket as JSON text, which `parse` reads."""
         ref, medium = self.ref, self.medium
         seen = [*medium.grid, medium.seconds_per_grid, medium.seekable, *medium.times]
         fields = [ref.kind, ref.path, ref.stamp, ref.cell, self.settings, *seen]
@@ -163,7 +153,7 @@ class Ticket:
         return cls(MediaRef(kind, path, stamp, cell), settings, medium)
 
     def shadow(self, patch_values: int) -> ShadowTensor:
-        """Returns a shadow tensor in the place of the patches; each patch has `patch_values` values."""
+        """Returns a shadow tensor in the place of the patches, each of `patch_values` values."""
         return ShadowTensor.of(str(self), (self.num_patches, patch_values), np.float32)
 
 
@@ -180,17 +170,16 @@ def normalised(settings: MediaSettings, rows: Sequence[Rows], fetched: Sequence[
 
 @runtime_checkable
 class MediaStore(Protocol):
-    """Turns media into pixels: in this process, or in preprocessors. Its methods block, and are called from any
-    thread."""
+    """Turns media into pixels, in this process or in preprocessors. Its methods block. Thread-safe."""
 
     @property
     def concurrency(self) -> int:
-        """The number of threads that must call `look` at a time to keep all decoders busy."""
+        """The number of threads that keep all decoders busy by calling `look`."""
         ...
 
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
-        """Decodes these media. Returns, in the order of `refs`, the ticket of a medium, or the error of a medium that
-        can't be used. Pixels stay in memory for later fetches, as long as there is room."""
+        """Decodes these media. Returns, in the order of `refs`, the ticket of each medium, or the error of a medium
+        that can't be used. Pixels stay in memory for later fetches while there is room."""
         ...
 
     def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:
@@ -205,7 +194,7 @@ class MediaStore(Protocol):
 
 @runtime_checkable
 class ByteStore(Protocol):
-    """A source of pixels as bytes: preprocessors, or a store of this process."""
+    """A source of pixels as bytes."""
 
     @property
     def settings(self) -> MediaSettings: ...

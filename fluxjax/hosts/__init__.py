@@ -1,1 +1,1 @@
-"""Several processes that train together, one a host: process 0 decides, the other processes carry out its orders."""
+"""Several processes that train together. Process 0 decides, and the other processes carry out its orders."""

@@ -1,6 +1,5 @@
-"""Drawn prompts in all processes: process 0 announces prompts with media while engines answer them, and each process
-tokenises and lays out the announced prompts. Otherwise this work would delay the beginning of each step.
-"""
+"""Prepares drawn prompts in all processes. Process 0 announces prompts with media while engines answer the prompts.
+Each other process then tokenises and lays out the announced prompts, which would otherwise delay the next step."""
 
 from __future__ import annotations
 
@@ -34,20 +33,21 @@ class ToldPrompts:
 
 
 class ComingPrompts:
-    """Laid-out prompts that process 0 has announced to this process: the newest `most` that were not asked for yet."""
+    """Laid-out prompts that process 0 has announced to this process, at most the newest `most`. Each prompt is handed
+    out once."""
 
     def __init__(self, source: Preparer, most: int) -> None:
         self._source, self._most = source, most
         self._inputs: collections.OrderedDict[int, ModelInput] = collections.OrderedDict()  # by draw
 
     def hear(self, order: Coming) -> None:
-        """Lays out the prompts of the order. Raises what `Preparer.laid_out` raises."""
+        """Lays out the prompts of the order. Raises the errors of `Preparer.laid_out`."""
         self._inputs |= self._source.laid_out({draw: [ticket for ticket, _ in told] for draw, told in order.media})
         while len(self._inputs) > self._most:
             self._inputs.popitem(last=False)
 
     def laid_out(self, tickets: Mapping[int, Sequence[str]]) -> dict[int, ModelInput]:
-        """Returns the same as `Preparer.laid_out`, and forgets these prompts: nobody asks for a prompt twice."""
+        """Returns the result of `Preparer.laid_out`, and forgets these prompts."""
         known = {draw: self._inputs.pop(draw) for draw in tickets if draw in self._inputs}
         fit = {draw: inputs for draw, inputs in known.items() if tickets_of(inputs) == list(tickets[draw])}
         return fit | self._source.laid_out({draw: words for draw, words in tickets.items() if draw not in fit})
@@ -58,5 +58,4 @@ class ComingPrompts:
 
 
 def tickets_of(inputs: PromptInput) -> list[str]:
-    """Returns the tickets of a prompt's media, in order."""
     return [rows.ticket for rows in rows_of(inputs)]

@@ -1,4 +1,4 @@
-"""The processes of a run, as each process sees them: process 0 gives orders, and all carry them out."""
+"""The processes of a run as each process sees them. Process 0 gives orders, and all processes carry them out."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class StepWatch:
 
     def __init__(self) -> None:
         self._stages: list[HostStage] = []
-        self._agreed = 0.0  # when all processes agreed on the step's programs
-        self.at = "its programs"  # what this process is doing: a stage, or this text between stages
+        self._agreed = 0.0  # time at which all processes agreed on the step's programs
+        self.at = "its programs"  # what this process does: a stage, or this text between stages
         self._waited = 0.0
 
     @contextlib.contextmanager
@@ -82,7 +82,7 @@ class StepWatch:
         self._agreed = time.perf_counter()
 
     def status(self, process: int, step: int, idle: float | None) -> HostStatus:
-        """Returns the measurements of the step that is done, and begins to measure the next step."""
+        """Returns the measurements of the finished step, and begins to measure the next step."""
         now = time.perf_counter()
         waited, stages, self._waited, self._stages = self._waited, self._stages, 0.0, []
         devices = jax.local_devices()
@@ -101,22 +101,22 @@ class StepWatch:
 
 
 class Gang(Team):
-    """Several processes that train together. Process 0 carries out its own orders, too. One thread at a time
-    gives orders; only announced prompts may come from another thread meanwhile."""
+    """Several processes that train together. Process 0 carries out its own orders, too. One thread at a time gives
+    orders, except for announcements of prompts, which may come from another thread."""
 
     def __init__(self, links: Links, progress_timeout: float = DistributedConfig().progress_timeout) -> None:
-        """`progress_timeout`: see `DistributedConfig`. Process 0 is timed from sending rows until all processes agree,
-        and while weights are gathered. If process 0 is stuck in other collective work, so are the other processes, and
-        their time limits end the run."""
+        """`progress_timeout` is that of `DistributedConfig`. Process 0 is timed only from sending rows until all
+        processes agree, and while weights are gathered. In other collective work, a stuck process 0 also keeps the
+        other processes waiting, whose time limits end the run."""
         self.links = self._links = links
         self._progress = Progress(links, progress_timeout)
         self.process, self.processes, self.rank_here = links.process, links.processes, links.rank_here
         self.watch = StepWatch()  # measures this process's steps
-        self._number = 0  # the number of the last step whose update was ordered
+        self._number = 0  # the last step whose update was ordered
         self._at = 0  # the step whose rows this process has
         self._heard: collections.deque[Order] = collections.deque()  # orders received while a value was awaited
         self._stepped = 0  # the last step that this process has completed
-        self._stepped_at = 0.0  # the end of that step, on `time.perf_counter`
+        self._stepped_at = 0.0  # the end of that step by `time.perf_counter`
         self._statuses: dict[int, HostStatus] = {}  # the newest status of each process
 
     def tell(self, order: Order) -> None:
@@ -148,8 +148,8 @@ class Gang(Team):
         self._progress.close()
 
     def orders(self) -> Iterator[Order]:
-        """Yields the orders of process 0 to this process, up to `End`. Raises LinkError if a process fails, OrderError
-        for anything but an order."""
+        """Yields the orders of process 0 to this process, up to `End`. Raises LinkError if a process fails, and
+        OrderError for anything except for an order."""
         order: Order | None = None
         while not isinstance(order, End):
             with self.watch.waiting():
@@ -191,8 +191,8 @@ class Gang(Team):
         return parts[0]
 
     def _value_of(self, process: int) -> Any:
-        """Returns the next value that a process sends. Statuses before the value are noted. Orders before the value are
-        queued: process 0 announces drawn prompts from another thread."""
+        """Returns the next value that a process sends. Notes statuses, and queues orders, that arrive before the value.
+        These orders are announcements of prompts by another thread."""
         while True:
             heard = decode(self._links.receive(process))
             if isinstance(heard, Value):
@@ -203,7 +203,7 @@ class Gang(Team):
                 self._heard.append(heard)
 
     def stepped(self, idle: float | None = None) -> None:
-        """See `Team.stepped`. Every process but process 0 sends its status of the step. Process 0 reads statuses in
+        """Implements `Team.stepped`. The other processes send process 0 their statuses, which process 0 reads in
         `agree`, `decided` and `whole`."""
         if self._stepped == self._number:
             return
@@ -221,7 +221,7 @@ class Gang(Team):
         self._statuses = self._statuses | {status.process: status}  # a new dictionary: threads may read the old one
 
     def _hear_statuses(self) -> None:
-        """Reads the statuses of the last step, in process 0: each other process sent its status before it gathered
+        """Reads the last step's statuses in process 0. Each other process sent its status before it gathered
         weights."""
         for process in range(1, self.processes):
             known = self._statuses.get(process)
@@ -239,7 +239,7 @@ class Gang(Team):
 
 
 def shifted(status: HostStatus, seconds: float) -> HostStatus:
-    """Returns the status with its times `seconds` later, as on a clock that is `seconds` ahead."""
+    """Returns the status with its times `seconds` later."""
     stages = tuple(HostStage(stage.name, stage.start + seconds, stage.end + seconds) for stage in status.stages)
     return dataclasses.replace(status, stages=stages)
 
@@ -251,19 +251,18 @@ def step_line(status: HostStatus) -> str:
 
 
 def told_status(status: HostStatus, end: float) -> Status:
-    """Returns the status as an answer to send; `end` is the end of the step, on this process's clock."""
+    """Returns the status as an answer to send. `end` is the end of the step on this process's clock."""
     return Status(dataclasses.asdict(shifted(status, -end)))
 
 
 def heard_status(told: Status, end: float) -> HostStatus:
-    """Returns the status in an answer of `told_status`; `end` is the end of the step, on this process's
-    clock."""
+    """Returns the status in an answer of `told_status`. `end` is the end of the step on this process's clock."""
     stages = tuple(HostStage(**stage) for stage in told.fields["stages"])
     return shifted(HostStatus(**{**told.fields, "stages": stages}), end)
 
 
 def brought(params: Params, mesh: Mesh, *, keep: bool) -> Params:
-    """Gathers the weights one after the other on every device; if `keep`, returns copies in the host's memory.
+    """Gathers the weights one after the other on every device. If `keep`, returns copies in the host's memory.
     Collective."""
     put_together = _on_every_device(mesh)
 
@@ -274,14 +273,14 @@ def brought(params: Params, mesh: Mesh, *, keep: bool) -> Params:
     return jax.tree.map(bring, params)
 
 
-@functools.cache  # without the cache, each call would compile again
+@functools.cache  # a new function would be compiled again
 def _on_every_device(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda weight: weight, out_shardings=NamedSharding(mesh, P()))
 
 
 @functools.cache
 def release(root: pathlib.Path = ROOT) -> str:
-    """Returns a digest of the versions of JAX, and of every line of the packages that build programs."""
+    """Returns a digest of the versions of JAX, and of all code of the packages that build programs."""
     sources = sorted(path for room in ("fluxjax", "models", "sharding") for path in (root / room).rglob("*.py"))
     digest = hashlib.sha256(f"{jax.__version__} {importlib.metadata.version('jaxlib')}".encode())
     for path in sources:
@@ -306,7 +305,7 @@ def fingerprint(config: Config, compositions: Sequence[Composition]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-# Settings that work in one process only, each with its reason.
+# Settings that work only in a run of one process, each with its reason.
 ALONE_ONLY = {
     "stream_trainer": "it computes gradients on the devices of some engines, while the others, of every "
     "process, go on decoding: no program of several processes can leave some of their devices out",

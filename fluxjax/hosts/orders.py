@@ -1,9 +1,7 @@
-"""The orders of process 0 to the other processes, the answers of those processes, and the encoding of all messages.
-Orders carry decisions, and the responses that a process trains on; never a prompt's media, and never a batch.
+"""The orders of process 0 to the other processes, the answers of these processes, and the encoding of all messages.
 
-An order is msgpack: a dict with the protocol's version, the order's name and its fields. The responses of a step come
-last, in the bytes that were written when a response arrived (`base.scored`): process 0 only decides which process gets
-which response.
+An order is a msgpack dict with the protocol's version, the order's name and the order's fields. The responses of a step
+follow the dict, in the bytes of `base.scored`. No order has media or batches.
 """
 
 from __future__ import annotations
@@ -30,17 +28,18 @@ from ..batch.share import Outline, Piece, Share, TrainGroup
 
 PROTOCOL = 11
 MediaTold: TypeAlias = Sequence[tuple[str, str]] | None  # (ticket, place) of each medium; None: the receiver decodes
-PlaceOf: TypeAlias = Callable[[str], str]  # ticket -> place: the preprocessor that holds the medium
+PlaceOf: TypeAlias = Callable[[str], str]  # ticket -> the preprocessor that holds the medium
 UNKNOWN_PLACE = ""
 
 
 class OrderError(ValueError):
-    """The bytes are not an order of this protocol. The message says what they are."""
+    """The bytes are not an order of this protocol."""
 
 
 @typing.dataclass_transform(frozen_default=True)
 class Order:
-    """The base of orders and answers. A subclass is a frozen dataclass; `name` is the class's name in lower case."""
+    """The base of orders and answers. A subclass is a frozen dataclass, and `name` is the class's name in lower
+    case."""
 
     name: ClassVar[str]
 
@@ -51,7 +50,7 @@ class Order:
 
 class Start(Order):
     """A run begins. The folder `run_dir` is on a file system that all hosts share. The `token` gives access to the
-    engines of all processes. `config` is the configuration in the folder."""
+    engines of all processes. `config` is the configuration in this folder."""
 
     run_dir: str
     token: str
@@ -59,14 +58,14 @@ class Start(Order):
 
 
 class Begin(Order):
-    """A phase of training begins: `warm_start`, or `rl` of `steps` training steps."""
+    """A phase of training begins, which is `warm_start`, or `rl` of `steps` training steps."""
 
     phase: str
     steps: int = 0
 
 
 class Coming(Order):
-    """Prompts were drawn: `media` has [draw, [[ticket, place], ...]] for each prompt whose pixels a media store holds.
+    """Prompts were drawn. `media` has [draw, [[ticket, place], ...]] for each prompt whose pixels a media store holds.
     Some of these prompts will be in the rows of later `Learn` orders."""
 
     media: Sequence[Any]
@@ -74,8 +73,8 @@ class Coming(Order):
 
 class Learn(Order):
     """Lay out `minibatches` of the `number`-th training step of the run. With `update`, make the optimizer steps; else
-    keep the gradients. `size`: see `PolicyTrainer.follow`. `told` makes `minibatches` and `responses`; a decoded order
-    has all responses in one bytes object."""
+    keep the gradients. `size` is that of `PolicyTrainer.follow`. `told` makes `minibatches` and `responses`. A decoded
+    order has all responses in one bytes object."""
 
     number: int
     minibatches: Sequence[Mapping[str, Any]]
@@ -85,7 +84,7 @@ class Learn(Order):
 
 
 class Gather(Order):
-    """Take part in bringing the weights of the model together in process 0, or only the `adapters`."""
+    """Take part in gathering the weights of the model, or only the `adapters`, in process 0."""
 
     adapters: bool = False
 
@@ -97,25 +96,25 @@ class Save(Order):
 
 
 class Restore(Order):
-    """Take part in restoring the checkpoint of `step`, and go on from that step, in a run of `steps` training steps."""
+    """Take part in restoring the checkpoint of `step`, in a run of `steps` training steps."""
 
     step: int
     steps: int
 
 
 class End(Order):
-    """The run is over: wait for files that are being written, and end."""
+    """The run is over. Wait for files that are being written, and end."""
 
 
 class Value(Order):
-    """A process's part of a common decision (`Team.decided`), sent to or from process 0: numbers, texts, lists,
-    dictionaries, arrays of one dimension."""
+    """A process's part of a common decision (`Team.decided`), sent to or from process 0. `value` has numbers, texts,
+    lists, dictionaries and arrays of one dimension."""
 
     value: Any
 
 
 class Status(Order):
-    """The fields of a `HostStatus`, to process 0. Times count from the end of the step."""
+    """The fields of a `HostStatus`, sent to process 0. Times count from the end of the step."""
 
     fields: Mapping[str, Any]
 
@@ -124,16 +123,15 @@ _ORDERS = {kind.name: kind for kind in Order.__subclasses__()}
 
 
 def encode(order: Order) -> list[bytes]:
-    """Returns the bytes of an order, in pieces to be sent one after the other. Responses are not copied: for many
-    processes they are gigabytes."""
+    """Returns the bytes of an order, in pieces to be sent one after the other. Responses, which may have gigabytes, are
+    not copied."""
     fields = {"protocol": PROTOCOL, "order": order.name, **vars(order)}
     responses = fields.pop("responses", ())
     return [bytes(msgpack.Packer(default=_plain, unicode_errors="surrogateescape").pack(fields)), *responses]
 
 
 def decode(data: bytes) -> Order:
-    """Returns the order in these bytes. Raises OrderError for bytes that `encode` did not make, or that a program with
-    another `PROTOCOL` made."""
+    """Returns the order in these bytes. Raises OrderError for other bytes, and for another `PROTOCOL`."""
     try:
         unpacker = msgpack.Unpacker(
             io.BytesIO(data), object_hook=_array, max_buffer_size=len(data), unicode_errors="surrogateescape"
@@ -163,18 +161,17 @@ def _array(read: dict[str, Any]) -> Any:
     return np.frombuffer(read["data"], read["dtype"]) if read.keys() == {"dtype", "data"} else read
 
 
-# --- rows ---------------------------------------------------------------------------------------
-# A group is sent as a list of values, which is short, without the inputs of the prompt; the responses follow the order.
-# If the receiver needs a group only to place tokens of other groups, only the group's sizes are sent.
+# A group is sent as a list of values without the inputs of the prompt, and the responses follow the order. If the
+# receiver needs a group only to place tokens of other groups, only the group's sizes are sent.
 
 Told: TypeAlias = tuple[dict[str, Any], list[bytes]]  # the rows of a minibatch, and the responses of the rows
 Inputs: TypeAlias = Callable[[Mapping[int, MediaTold]], Mapping[int, PromptInput]]
 
 
 def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told:
-    """Returns a share as it is sent: without the inputs of prompts, which the receiver prepares from draws. If a media
-    store holds a prompt's pixels, the tickets and places of the prompt's media are sent."""
-    used: dict[int, list[int]] = {}  # responses by item
+    """Returns a share to send, without the inputs of prompts, which the receiver prepares from draws. If a media store
+    holds a prompt's pixels, the share has the tickets and places of the prompt's media."""
+    used: dict[int, list[int]] = {}  # by item: indices of responses
     for piece in chain.from_iterable(outline.pieces for outline in share.micros):
         used.setdefault(piece.item, []).extend(piece.responses)
     groups: list[Sequence[Any]] = []
@@ -197,9 +194,9 @@ def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told
 
 
 def shares_of(order: Learn, inputs: Inputs) -> list[Share]:
-    """Returns this process's share of each minibatch of an order. `inputs` gets the (ticket, place) pairs of the media
-    of each draw, and returns the inputs of each draw's prompt. Raises OrderError for a draw that `inputs` does not
-    return, and for malformed rows."""
+    """Returns this process's share of each minibatch of an order. `inputs` gets, by draw, the (ticket, place) pairs of
+    the prompt's media, and returns the prompt's inputs. Raises OrderError for a draw that `inputs` does not return, and
+    for malformed rows."""
     data, at = b"".join(order.responses), 0
     shares: list[Share] = []
     try:
@@ -216,7 +213,7 @@ def shares_of(order: Learn, inputs: Inputs) -> list[Share]:
 
 
 def _share_of(rows: Mapping[str, Any], data: bytes, at: int, inputs: Inputs) -> tuple[Share, int]:
-    """Returns the share whose responses begin at byte `at`, and the byte behind them."""
+    """Returns the share whose responses begin at byte `at`, and the byte after the responses."""
     groups = dict(zip(rows["items"], rows["groups"], strict=True))
     needed = {item: group for item, group in groups.items() if isinstance(group[2], bytes)}
     media = {
@@ -240,7 +237,7 @@ def _share_of(rows: Mapping[str, Any], data: bytes, at: int, inputs: Inputs) -> 
 def _columns(
     draw: int, advantages_G: np.ndarray, responses: Sequence[int], data: bytes, at: int
 ) -> tuple[Columns, int]:
-    """Returns the columns of the group whose `responses` begin at byte `at`, and the byte behind them."""
+    """Returns the columns of the group whose `responses` begin at byte `at`, and the byte after the responses."""
     data_G, numbers_G3 = [b""] * len(advantages_G), np.zeros((len(advantages_G), 3), np.int64)
     for k in responses:
         head = head_of(data, at)
@@ -251,7 +248,6 @@ def _columns(
 
 
 def _told_outline(outline: Outline) -> tuple[Any, ...]:
-    """Returns the arguments of `_outline`, without a plan if there are no shards."""
     plan = outline.plan if outline.shards else None
     planned = None if plan is None else (plan.num_devices, plan.lengths, plan.degrees, plan.firsts)
     pieces = [[[piece[:2] for piece in row] for row in shard] for shard in outline.shards]
@@ -274,8 +270,8 @@ def _outline(
 
 
 def _told_sizes(group: TrainGroup) -> tuple[int, Sequence[Sequence[int]], Sequence[int], Sequence[int]]:
-    """Returns the arguments of `_sizes`: the tokens of the prompt; the runs of `ModelInput.shown` as their first
-    tokens, first features and lengths; the patches of each frame pair; the number of tokens of each response."""
+    """Returns the arguments of `_sizes`: the tokens of the prompt, the runs of `ModelInput.shown` (first tokens, first
+    features, lengths), the patches of each frame pair, and the tokens of each response."""
     where, which = group.inputs.shown
     begins = np.flatnonzero((np.diff(where, prepend=-2) != 1) | (np.diff(which, prepend=-2) != 1))  # where runs begin
     counts = np.diff(np.append(begins, len(where)))
@@ -291,7 +287,8 @@ def _sizes(tokens: int, runs: Sequence[Sequence[int]], frames: Sequence[int], le
 
 
 def told_media(inputs: PromptInput, place_of: PlaceOf) -> list[list[Any]] | None:
-    """Returns [ticket, place] of each medium of a prompt, in order; None if no media store holds its pixels."""
+    """Returns [ticket, place] of each medium of a prompt, in order, or None if no media store holds the prompt's
+    pixels."""
     patches = inputs.patches_PX
     if not isinstance(patches, ShadowTensor):
         return None

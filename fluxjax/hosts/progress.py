@@ -1,5 +1,5 @@
-"""A watchdog for a process that is alive but makes no progress, as in a deadlock or a collective that never ends.
-Heartbeats do not notice such a process."""
+"""A watchdog for a process that is alive but makes no progress, as in a deadlock. Heartbeats do not notice a
+deadlock."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _BEGUN, _ENDED = "progress/compiles", "progress/compiled"  # topics of `Links`
 
 
 class Progress:
-    """Ends all processes if this process is at the same piece of work for `limit` seconds (in process 0, `HEAD_START`
-    seconds more). The clock restarts when a compilation of this process, or a long one of another process, ends."""
+    """Ends all processes if this process is at the same piece of work for `limit` seconds (in process 0: `HEAD_START`
+    seconds more). The clock restarts when a compilation of this process, or a long compilation of another process,
+    ends."""
 
     def __init__(self, links: Links, limit: float) -> None:
         self._links, self._limit = links, limit + (0.0 if links.process else HEAD_START)
@@ -30,11 +31,11 @@ class Progress:
         threading.Thread(target=self._watch, name="progress", daemon=True).start()
 
     def begin(self, what: Callable[[], str]) -> None:
-        """Starts the clock for a piece of work; `what` is called for its description if the limit is reached."""
+        """Starts the clock for a piece of work. `what` returns a description of the work, for the error."""
         self._work = time.monotonic(), what
 
     def end(self) -> None:
-        """Stops the clock: the process may wait for its next piece of work without a limit."""
+        """Stops the clock. The wait for the next piece of work has no limit."""
         self._work = None
 
     @contextlib.contextmanager
@@ -48,7 +49,7 @@ class Progress:
 
     def _watch(self) -> None:
         compiles_since, announced, moved = 0.0, False, 0.0
-        with contextlib.suppress(LinkError):  # another process has failed: all end
+        with contextlib.suppress(LinkError):  # another process has failed, and all processes end
             while not self._ended.wait(_LOOK):
                 now = time.monotonic()
                 if not self._compilations.under_way:

@@ -1,5 +1,4 @@
-"""Joins the other processes of a run. If the settings name no processes, the environment variables of Open MPI or Slurm
-tell a process its number and the number of all processes."""
+"""Joins the other processes of a run, which settings or environment variables of Open MPI or Slurm describe."""
 
 from __future__ import annotations
 
@@ -17,19 +16,17 @@ from ..batch.composer import Team
 from ..config import ConfigError, DistributedConfig
 from .gang import Gang
 
-FIRST_PORT, PORTS = 61440, 4096  # the ports of JAX's own coordinator, above those that systems assign
+FIRST_PORT, PORTS = 61440, 4096  # the ports of JAX's own coordinator, above the ports that systems assign
 START_SECONDS = 300.0  # seconds in which all processes must have connected
-SILENCE = 15.0  # seconds of silence after which a process is taken for lost
-GRACE = 5.0  # seconds in which a process ends itself when another has failed; the supervisor waits for twice as long
+SILENCE = 15.0  # seconds of silence after which a process counts as lost
+GRACE = 5.0  # seconds that a process takes to end itself after a failure; the supervisor waits twice as long
 
 
 def join(settings: DistributedConfig) -> Team:
-    """Returns a `Gang` with links to the other processes, or a `Team` of this process if neither the settings nor the
-    cluster name other processes. Must be called before JAX is used.
-
-    Raises LinkError if the processes do not find each other: a process may have died. After five minutes, or
-    `progress_timeout` seconds if these are fewer, ends this process with `LOST`: a wait within JAX can't be given up.
-    """
+    """Returns a `Gang` with links to the other processes, or a `Team` if there are no other processes. Must be called
+    before JAX is used. Raises LinkError if the processes do not find each other. After five minutes, or after
+    `progress_timeout` seconds if this is sooner, ends this process with `LOST`, because a wait within JAX can't be
+    given up."""
     settings = found(settings, os.environ)
     if settings.processes == 1:
         return Team()
@@ -59,15 +56,12 @@ def join(settings: DistributedConfig) -> Team:
 
 
 def found(settings: DistributedConfig, environment: Mapping[str, str]) -> DistributedConfig:
-    """Returns the settings, completed from the environment of Open MPI or Slurm: a rank of `mpirun` or a task of `srun`
-    is a process of the run. Without either, the run has one process.
-
-    Kubernetes and SkyPilot write their values into the command line (deploy/); their variables are not read here.
-    Raises ConfigError if Open MPI does not say where `mpirun` was started.
-    """
+    """Returns the settings, completed from the environment of Open MPI or Slurm. A rank of `mpirun`, or a task of
+    `srun`, is a process of the run. Without Open MPI and Slurm, the run has one process. Raises ConfigError if Open MPI
+    does not say where `mpirun` was started. On Kubernetes and SkyPilot, the command line has the settings (deploy/)."""
     if settings.processes:
         return settings
-    for look in (_open_mpi, _slurm):  # Open MPI first: in an allocation of Slurm, its daemons are tasks
+    for look in (_open_mpi, _slurm):  # Open MPI first, because its daemons are tasks in an allocation of Slurm
         if (place := look(environment)) is not None:
             coordinator, processes, process = place
             return dataclasses.replace(settings, coordinator=coordinator, processes=processes, process=process)
@@ -87,8 +81,8 @@ def _slurm(environment: Mapping[str, str]) -> Place | None:
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Place | None:
-    """Returns the `Place` of this process under Open MPI. The coordinator is on the host where `mpirun` was started:
-    rank 0 must run there, as it does by default."""
+    """Returns the `Place` of this process under Open MPI. The coordinator is on the host where `mpirun` was started, so
+    that rank 0 must run on this host (the default)."""
     ranks = int(environment.get("OMPI_COMM_WORLD_SIZE", "1"))
     if ranks < 2:
         return None
@@ -105,7 +99,6 @@ def _open_mpi(environment: Mapping[str, str]) -> Place | None:
 
 
 def _port(number: int) -> int:
-    """Returns a port for the job of this number, such that two jobs of a host rarely get the same port."""
     return FIRST_PORT + number % PORTS
 
 

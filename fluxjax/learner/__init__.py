@@ -1,1 +1,1 @@
-"""Gradients and optimizer steps: the learner, what it is given step by step, and the warm start before RL."""
+"""Gradients and optimizer steps, from the warm start through RL."""

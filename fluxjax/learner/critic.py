@@ -1,7 +1,7 @@
 """The critic is a model of the policy's architecture that learns the values of states. Advantages follow from values.
 
-The critic's learner differs from the policy's in the forward pass, which returns values instead of log-probs.
-Microbatches, strategies and the form of checkpoints are the same.
+The forward pass of the critic's learner returns values in the place of log-probs. Microbatches, strategies and the form
+of checkpoints are those of the policy's learner.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from .loss_inputs import Arrays, by_token, logprobs_of
 
 
 class ValueGradients(Gradients):
-    """Gradients of a critic's loss; `scores` and `logprobs` return values in the place of log-probs."""
+    """Gradients of a critic's loss. `scores` and `logprobs` return values in the place of log-probs."""
 
     def _forward(self, model: Any, inputs: PackedTokens, walk: Walk) -> Scores:
         return (values(model, inputs, walk),)
@@ -46,7 +46,8 @@ class ValueGradients(Gradients):
 
 
 class Critic(Learner):
-    """The learner of the critic's weights. It is abstract, and takes no memory, until `begin` or `load_state`."""
+    """The learner of the critic's weights. The learner is abstract, and takes no memory, until `begin` or
+    `load_state`."""
 
     gradients_kind = ValueGradients
 
@@ -69,24 +70,24 @@ class Critic(Learner):
         ) -> tuple[Array, dict[str, Array]]:
             return value_loss(values_BT, batch)
 
-        self._value_loss = token_loss  # kept: a new function would have programs compiled again
+        self._value_loss = token_loss  # an attribute, because a new function would compile its programs again
         super().__init__(
             critic_config, value_model(policy), token_loss, mesh=mesh, links=links, materializer=materializer
         )
 
     def begin(self, policy: Params, steps: int) -> None:
-        """Begins RL of `steps` training steps with the policy's weights; all values are 0 at first."""
+        """Begins RL of `steps` training steps with the policy's weights. All values are 0 at first."""
         self._abstract = False
         self.params = first_weights(policy, self.params)
         self.restart(steps)
 
     def restart(self, steps: int) -> None:
-        """Begins RL anew for `steps` training steps, as `reset` does: the weights stay."""
+        """Begins RL anew for `steps` training steps with the present weights."""
         self.reset(self._value_loss, steps=steps * self.config.algorithm.updates)
 
     def update(self, grads: Params, tally: Tally, *, last: bool = True) -> dict[str, float]:
-        """Makes an optimizer step, as `Learner.update` does. Metrics: `loss`, `lr`, `grad_norm` before clipping,
-        `trained_tokens`, `skipped_nonfinite`; the means over trained tokens of the metrics of `value_loss`."""
+        """Makes an optimizer step, as `Learner.update` does. Metrics are `loss`, `lr`, `grad_norm` before clipping,
+        `trained_tokens`, `skipped_nonfinite`, and the means over trained tokens of the metrics of `value_loss`."""
         report = self._updated(grads, tally, last=last)
         names = ["lr", "grad_norm", "skipped_nonfinite", *sorted(tally.sums)]
         metrics = dict(zip(names, report.tolist(), strict=True))
@@ -100,12 +101,13 @@ class Critic(Learner):
         costs: Sequence[np.ndarray],
         team: Team,
     ) -> tuple[list[Composition], dict[Key, float], dict[str, float]]:
-        """Returns the minibatches of a step with values, returns and advantages of each token; in process 0, also the
-        mean advantage of each response that has a token, and metrics. Call it before the first optimizer step.
+        """Returns the minibatches of a step with values, returns and advantages of each token. Process 0 also returns
+        the mean advantage of each response that has a token, and metrics. Must be called before the step's first
+        optimizer step.
 
-        Process 0 estimates all advantages: there, `outcomes` has the reward of each response of all processes, by
-        (draw, sample). `costs` are subtracted from the tokens' rewards: one flat array a composition, or no array at
-        all. Collective."""
+        Process 0 estimates all advantages. In process 0, `outcomes` has the rewards of the responses of all processes,
+        by (draw, sample). `costs` has a flat array for each composition, which is subtracted from the tokens' rewards,
+        or is empty. Collective."""
         found = [logprobs_of(composition, self.gradients, self.params) for composition in compositions]
         pairs = zip(compositions, found, strict=True)
         known = [{"values": composition.of_responses(values_BT, np.float64)} for composition, values_BT in pairs]
@@ -133,7 +135,7 @@ def estimate(
     lengths: np.ndarray, numbers: Arrays, outcomes: Sequence[float], settings: CriticConfig
 ) -> tuple[Arrays, np.ndarray, dict[str, float]]:
     """Returns advantages and returns of the tokens of a step, the mean advantage of each response, and metrics.
-    `numbers` has the critic's `values`, and may have `costs`, which are subtracted from the tokens' rewards."""
+    `numbers` has the critic's `values`, and perhaps `costs`, which are subtracted from the tokens' rewards."""
     rewards = terminal_rewards(np.array(outcomes), lengths)
     if "costs" in numbers:
         rewards -= numbers["costs"]
@@ -152,7 +154,7 @@ def estimate(
 
 
 def critic_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the metrics of a critic's optimizer steps in a training step, by names that begin with `critic/`."""
+    """Returns the metrics of a critic's optimizer steps in a training step, with names that begin with `critic/`."""
     merged = of_all_updates(updates)
     kept = [name for name in merged if name not in ("trained_tokens", "updates", "seconds/idle")]
     return {f"critic/{name}": merged[name] for name in kept}

@@ -1,4 +1,4 @@
-"""Gradients and log-probs of a model on one mesh; each call gets the parameters."""
+"""Computes gradients and log-probs of a model on one mesh. Each call gets the parameters."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
     from ..data.materializer import Materializer
 
-# (logprobs_BT, entropies_BT, batch, config) -> (token_loss_BT, metrics by name, each [B, T])
+# (logprobs_BT, entropies_BT, batch, config) -> (token_loss_BT, {metric: [B, T]})
 TokenLoss: TypeAlias = Callable[[Array, Array, TrainBatch, AlgorithmConfig], tuple[Array, dict[str, Array]]]
 Outcome: TypeAlias = tuple[Params, Tally]  # gradients laid out like the trained parameters; sums and maxima
-# (log-probability of each token, entropy of its distribution) in nats; for a critic, only the values.
+# (log-probability of each token, entropy of its distribution), in nats. A critic has only (values).
 Scores: TypeAlias = tuple[Float[Array, "B T"], ...]
 
 GAP = "rollout_trainer_logprob_gap"
 
 
 class TrainingPhase(NamedTuple):
-    """A phase of training: its loss, and the distribution under which log-probs are computed."""
+    """A phase of training: its loss, and the policy's distribution for log-probs."""
 
     token_loss: TokenLoss
     temperature: float
@@ -51,10 +51,8 @@ class TrainingPhase(NamedTuple):
 
 
 class Gradients:
-    """Computes gradients and log-probs on `mesh`; the programs are compiled at their first use, for each batch shape.
-
-    `links` connect to the other processes, if there are others and `sharding.strategy` is `odc`.
-    """
+    """Computes gradients and log-probs on `mesh`. A program is compiled at its first use with each batch shape. `links`
+    connect to the other processes, if there are several processes and `sharding.strategy` is `odc`."""
 
     def __init__(
         self,
@@ -72,7 +70,7 @@ class Gradients:
         self.mesh = mesh
         self.strategy = self._strategy_of(model)
         self._compile()
-        self._ahead: dict[tuple[object, ...], concurrent.futures.Future[jax.stages.Compiled]] = {}  # by program, shape
+        self._ahead: dict[tuple[object, ...], concurrent.futures.Future[jax.stages.Compiled]] = {}  # by name and shapes
         self._background = background or concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
 
     def _strategy_of(self, model: Decoder) -> Fsdp:
@@ -100,20 +98,20 @@ class Gradients:
         )
 
     def close(self) -> None:
-        """Cancels the compilations that have not begun."""
+        """Cancels compilations that have not begun."""
         self._background.shutdown(wait=False, cancel_futures=True)
 
     def on_mesh(self, params: Params) -> Params:
-        """Returns parameters of another mesh, laid out on this mesh."""
+        """Lays out parameters of another mesh on this mesh."""
         return self.strategy.shard(params)
 
     def bring(self, outcome: Outcome) -> Outcome:
-        """Returns the outcome of `accumulate` on another mesh, laid out on this mesh."""
+        """Lays out the outcome of `accumulate` on another mesh on this mesh."""
         grads, tally = outcome
         return self.strategy.shard_trained(grads), jax.device_put(tally, NamedSharding(self.mesh, P()))
 
     def merged(self, params: Params) -> Params:
-        """Returns the parameters as engines and files have them: adapters are added to their weights."""
+        """Returns the parameters as engines and files have them, with adapters added to their weights."""
         if not self._config.lora.rank:
             return params
         weights = adapted(params, self.strategy.specs)
@@ -121,7 +119,7 @@ class Gradients:
         return unflatten_dict(by_path(without_adapters(params)) | by_path(changed))
 
     def copies(self, params: Params) -> Params:
-        """Returns the weights as all microbatches of a step read them (`Fsdp.copies`). Parameters may be abstract."""
+        """Returns the weights that all microbatches of a step read (`Fsdp.copies`). Parameters may be abstract."""
         if not self.strategy.copied:
             return params
         if isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct):
@@ -129,12 +127,12 @@ class Gradients:
         return self._copies(params)
 
     def accumulate(self, params: Params, microbatches: Sequence[Microbatch]) -> Outcome:
-        """Returns (gradients, tally) summed over the microbatches, laid out like the parameters that are trained.
+        """Returns (gradients, tally), summed over the microbatches. Gradients are laid out like the trained parameters.
 
         First all devices compute together the microbatches without an owner. Then each device computes its own
-        microbatches at its own pace (`sharding.odc`), until all are done; microbatches of other processes need shapes
-        only. Raises ValueError without a microbatch, or if the devices do not divide a microbatch's rows;
-        `sharding.odc.OdcError` for a device that fails alone; DataError if pixels can't be fetched.
+        microbatches at its own pace (`sharding.odc`). Microbatches of other processes need only shapes. Raises
+        ValueError without a microbatch, or if the devices do not divide a microbatch's rows. Raises
+        `sharding.odc.OdcError` for a device that fails alone, and DataError if pixels can't be fetched.
         """
         if not microbatches:
             raise ValueError("an optimizer step needs at least one microbatch")
@@ -172,7 +170,7 @@ class Gradients:
     def lowered(
         self, params: Params, batch: TrainBatch, names: Collection[str] = ("accumulate", "logprobs")
     ) -> dict[str, jax.stages.Lowered]:
-        """Returns the programs of these names that microbatches shaped like `batch` run on the mesh, not compiled yet.
+        """Returns the programs of these names for microbatches shaped like `batch`, before their compilation.
         Parameters and batch may be abstract."""
         placed = self._place(batch.inputs, batch)
         programs: dict[str, jax.stages.Lowered] = {}
@@ -189,7 +187,7 @@ class Gradients:
 
     def compile_ahead(self, params: Params, batches: Sequence[TrainBatch], *, scores: bool) -> None:
         """Compiles the programs for microbatches shaped like `batches` in the background. The first call that needs a
-        program waits for it. `scores`: compiles the program of log-probs, too."""
+        program waits for its compilation. With `scores`, the program of log-probs is compiled, too."""
         weights, shapes = jax.tree.map(_described, (params, list(batches)))
         processes = self.mesh.size // len(self.mesh.local_devices)
         for batch in (_of_all(processes, batch) for batch in shapes):
@@ -201,19 +199,17 @@ class Gradients:
         return self.lowered(params, batch, [name])[name].compile()
 
     def _program(self, name: str, jitted: Callable[..., Any], tree: Any) -> Callable[..., Any]:
-        """Returns the program for these arrays: the program of `compile_ahead` if it has one, else `jitted`."""
         compiled = self._ahead.get((name, *_shapes(tree))) if self._ahead else None
         return jitted if compiled is None else compiled.result()
 
     def logprobs(self, params: Params, inputs: PackedTokens) -> Scores:
-        """Returns (log-probability of each token, entropy of its distribution), `[B, T]` float32. Both are meaningless
-        where a token has no predecessor."""
+        """Returns `Scores`, `[B, T]` float32. The values are meaningless at tokens without a predecessor."""
         placed = self._place(inputs, inputs)
         return self._program("logprobs", self._logprobs, placed)(params, placed)
 
     def scores(self, params: Params, microbatches: Sequence[Microbatch]) -> list[Scores | None]:
-        """Returns `logprobs` of each microbatch, from the devices on which `accumulate` computes it; None for a
-        microbatch that a device of another process computes alone."""
+        """Returns `logprobs` of each microbatch, or None for a microbatch that a device of another process computes
+        alone. The devices are those of `accumulate`."""
         self._expect(microbatches)
         indices, batches, owners = _owned(microbatches)
         together = sorted(set(range(len(microbatches))) - set(indices))
@@ -226,8 +222,8 @@ class Gradients:
 
     @functools.cached_property
     def odc(self) -> Odc:
-        """The executor of microbatches that have an owner; it takes `merged` weights. Raises ConfigError if the mesh
-        can't be cut into hosts of `sharding.devices_per_host`."""
+        """The executor of microbatches that have an owner, which takes `merged` weights. Raises ConfigError if the mesh
+        can't be cut into hosts of `sharding.devices_per_host` devices."""
         from sharding.odc.executor import Odc
 
         settings, chosen = self._config.sharding, self._config.sharding.strategy
@@ -253,12 +249,10 @@ class Gradients:
         return self.strategy.place(self._read(batch))
 
     def _expect(self, microbatches: Sequence[Microbatch]) -> None:
-        """Has the pixels of these microbatches fetched while earlier microbatches are computed."""
         if self._materializer is not None:
             self._materializer.expect(microbatch.batch for microbatch in microbatches)
 
     def _read(self, batch: Any) -> Any:
-        """Returns the batch with its pixels."""
         return batch if self._materializer is None else self._materializer.read(batch)
 
     def _forward(self, model: Any, inputs: PackedTokens, walk: Walk) -> Scores:
@@ -275,8 +269,8 @@ class Gradients:
         token_loss_BT, metrics = self._phase.token_loss(logprobs_BT, entropies_BT, batch, self._config.algorithm)
         trained_BT = batch.loss_weights_BT != 0.0
         generated_BT = trained_BT & (batch.lags_BT >= 0)
-        fresh_BT = trained_BT & (batch.lags_BT == 0)  # generated by the weights as the step began
-        unchanged_BT = proximal(logprobs_BT, batch)  # log-probs of fresh tokens under the weights that generated them
+        fresh_BT = trained_BT & (batch.lags_BT == 0)  # generated by the weights with which the step began
+        unchanged_BT = proximal(logprobs_BT, batch)  # log-probs under the weights with which the step began
         gap_BT = jnp.where(fresh_BT, jnp.abs(unchanged_BT - batch.behaviour_logprobs_BT), 0.0)
         loss = jnp.sum(jnp.where(trained_BT, batch.loss_weights_BT * token_loss_BT, 0.0))
         sums = {name: jnp.sum(jnp.where(trained_BT, metric_BT, 0.0)) for name, metric_BT in metrics.items()}
@@ -313,7 +307,7 @@ class Gradients:
             return jax.tree.map(jnp.add, first[0], second[0]), first[1] + second[1]
 
         self._zeros = jax.jit(zeros, static_argnums=(0, 1), out_shardings=shardings)
-        # Adds the outcomes of `accumulate` for two parts of a step; the first outcome is donated.
+        # Adds the outcomes of `accumulate` for two parts of a step. The first outcome is donated.
         self.add = jax.jit(add, donate_argnums=0, out_shardings=shardings)
         self._accumulate = jax.jit(accumulate, donate_argnums=(1, 2), out_shardings=shardings, compiler_options=options)
         if self._config.lora.rank:
@@ -326,7 +320,6 @@ class Gradients:
             return with_adapters(weights, adapters, strategy.specs)
 
         def pulled(weights: Params, adapters: Params, grads: Params) -> Params:
-            """Returns the gradients of adapters, from gradients of the merged weights."""
             changed, pull = jax.vjp(functools.partial(merged, weights), adapters)
             return pull(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, changed))[0]
 
@@ -335,14 +328,11 @@ class Gradients:
 
 
 def _described(array: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an array, with its sharding if it is on devices."""
     sharding = array.sharding if isinstance(array, jax.Array) else None
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
 def _of_all(processes: int, batch: TrainBatch) -> TrainBatch:
-    """Returns the shapes of the batch of all processes, from the shapes of one process's rows."""
-
     def shape(array: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
         sizes = [size * processes if axis == rows else size for axis, size in enumerate(array.shape)]
         return jax.ShapeDtypeStruct(tuple(sizes), array.dtype)
@@ -351,24 +341,23 @@ def _of_all(processes: int, batch: TrainBatch) -> TrainBatch:
 
 
 def _shapes(tree: Any) -> tuple[object, ...]:
-    """Returns the structure and the shapes of a batch, which identify its compiled program."""
+    """Returns the structure and the shapes of a batch, which together identify its compiled program."""
     return (jax.tree.structure(tree), *(x.shape for x in jax.tree.leaves(tree)))
 
 
 def on_every_device(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Returns the shapes with shardings under which every device of the mesh holds the complete arrays."""
+    """Returns the shapes of arrays that every device of the mesh holds completely."""
     return with_shardings(tree, jax.tree.map(lambda _: NamedSharding(mesh, P()), tree))
 
 
 def _owned(microbatches: Sequence[Microbatch]) -> tuple[list[int], list[TrainBatch], list[int]]:
-    """Returns (indices, batches, owners) of the microbatches that have an owner."""
     owned = [(i, m.batch, m.owner) for i, m in enumerate(microbatches) if m.owner is not None]
     return [i for i, _, _ in owned], [batch for _, batch, _ in owned], [owner for _, _, owner in owned]
 
 
 def _row_dims(batch: TrainBatch | PackedTokens) -> Any:
-    """Returns the dimension of rows, or patches, in each array of a batch: the first, but the second in rotary
-    positions."""
+    """Returns the dimension of rows or patches in each array of a batch. This is the second dimension in rotary
+    positions, else the first."""
 
     def dimension(path: tuple, _: Any) -> int:
         return 1 if getattr(path[-1], "name", "") == "positions_3BT" else 0

@@ -1,7 +1,8 @@
-"""The learner: owns parameters and optimizer state on the mesh and turns microbatches into optimizer steps.
+"""The learner, which owns parameters and optimizer state on the mesh, and turns microbatches into optimizer steps.
 
-Two compiled programs make an optimizer step: one of `Gradients` adds a microbatch's gradients to those of the step,
-`apply` clips, updates and reports. The host fetches one small array, at the end of the step.
+Two compiled programs make an optimizer step. One program, of `Gradients`, adds a microbatch's gradients to the
+gradients of the step. The other, `apply`, clips, updates and reports. The host fetches one small array at the end of
+the step.
 """
 
 from __future__ import annotations
@@ -44,12 +45,10 @@ _ADDED = ("trained_tokens", "skipped_nonfinite", "seconds/idle")
 
 
 class Learner:
-    """Trains `model` with an algorithm's `token_loss`.
-
-    `params` are never overwritten in place: an engine or a checkpoint may hold on to them through later steps. The
-    optimizer's moments are overwritten. `version` counts the training steps of the present phase (`reset`). An abstract
-    model makes an abstract learner, which allocates nothing: its programs can be compiled (`lowered`), but not run.
-    """
+    """Trains `model` with an algorithm's `token_loss`. `params` are never overwritten in place, because an engine or a
+    checkpoint may still use them. The optimizer's moments are overwritten. `version` counts the training steps of the
+    present phase (`reset`). The learner of an abstract model is abstract: it allocates nothing, and its programs can be
+    compiled (`lowered`) but not run."""
 
     gradients_kind: type[Gradients] = Gradients
     gradients: Gradients  # programs of this phase, on the learner's mesh
@@ -69,14 +68,13 @@ class Learner:
         links: Links | None = None,
         materializer: Materializer | None = None,
     ) -> None:
-        """`links` connect to the other processes, if there are others and `sharding.strategy` is `odc`; `materializer`
-        fetches pixels that a media store holds.
+        """`links` connect to the other processes, if there are several processes and `sharding.strategy` is `odc`.
+        `materializer` fetches pixels that a media store holds.
 
-        The weights of `model` are laid out over `mesh` (default: as `config.sharding.devices` says), without a copy if
-        their layout fits; the learner does not hold on to the model. Engines never generate the token ids
-        `never_sampled`, and the policy's distribution leaves them out. Raises `sharding.mesh.MeshError` if there are
-        fewer devices than `config.sharding.devices`, and ConfigError if `sharding.strategy.hybrid` is on and the mesh
-        can't be cut into hosts of `sharding.devices_per_host`."""
+        The weights of `model` are laid out over `mesh` (default: `config.sharding.devices` devices), without a copy if
+        their layout fits. The policy's distribution has no token ids of `never_sampled`. Raises
+        `sharding.mesh.MeshError` if there are fewer devices than `config.sharding.devices`. Raises ConfigError if
+        `sharding.strategy.hybrid` is on and the mesh can't be cut into hosts of `sharding.devices_per_host` devices."""
         self.config = config
         self.mesh = make_mesh(config.sharding.devices) if mesh is None else mesh
         self._lora = lora_of(config)
@@ -87,7 +85,7 @@ class Learner:
         self.reset(token_loss, never_sampled=never_sampled)
         self._abstract = is_abstract(model)
         self.params = self.laid_out(model)
-        self._base = None  # the fingerprint of frozen weights
+        self._base = None  # fingerprints of the frozen weights
         if self._lora is not None and not self._abstract:
             self._base = fingerprint(self.gradients.strategy.frozen(self.params), self.mesh)
         self.opt_state = self._fresh_opt_state()
@@ -96,7 +94,7 @@ class Learner:
 
     @property
     def text(self) -> TextConfig:
-        """The decoder's sizes, on which the spreading of sequences depends."""
+        """The decoder's sizes."""
         return self._model.config.text
 
     def reset(
@@ -108,11 +106,9 @@ class Learner:
         temperature: float | None = None,
         never_sampled: tuple[int, ...] = (),
     ) -> None:
-        """Begins a phase (warm start, then RL): parameters stay; optimizer, schedule and version start afresh.
-
-        `optim` and `steps`, the length of the schedule in optimizer steps, default to the configuration's.
-        `temperature`, under which log-probs are computed, defaults to the rollout's, or to 1 if rollouts are greedy.
-        """
+        """Begins a phase, which is the warm start or RL. Parameters stay, and optimizer, schedule and version start
+        afresh. `optim` and `steps` (the length of the schedule in optimizer steps) are those of the configuration by
+        default. `temperature`, for log-probs, is by default the rollout's, or 1 if rollouts are greedy."""
         config = self.config
         optim = optim or config.optim
         temperature = config.rollout.fixed_temperature if temperature is None else temperature
@@ -120,7 +116,7 @@ class Learner:
         self._schedule = learning_rate(optim, steps or config.policy_updates(config.steps))
         self._optimizer = optimizer(optim, self._schedule, self._decayed)
         built_for = phase, config.algorithm, config.model, config.sharding
-        if self._built_for != built_for:  # else another `fit` would compile the same programs again
+        if self._built_for != built_for:  # equal programs are not compiled again, as for a second `fit`
             if self._built_for is not None:
                 self.gradients.close()
             self.gradients = self.gradients_kind(
@@ -133,8 +129,8 @@ class Learner:
             self.opt_state = self._fresh_opt_state()
 
     def laid_out(self, model: Decoder) -> Params:
-        """Returns the weights of a model of the same sizes, laid out over the mesh, without a copy if their layout
-        fits. If there are adapters, they are new and add nothing to the weights."""
+        """Lays out the weights of a model of the same sizes over the mesh, without a copy if their layout fits.
+        Adapters, if any, are new and add nothing to the weights."""
         strategy = self.gradients.strategy
         if self._abstract:
             return with_shardings(strategy.abstract, strategy.shardings)
@@ -145,17 +141,17 @@ class Learner:
         return strategy.shard(params)
 
     def weights(self) -> Params:
-        """Returns the parameters as engines and files have them, on the mesh: adapters are added to copies of their
+        """Returns the parameters as engines and files have them, on the mesh. Adapters are added to copies of their
         weights."""
         return self.gradients.merged(self.params)
 
     def adopt(self, adapters: Mapping[tuple[str, ...], np.ndarray]) -> None:
-        """Replaces the adapters by `adapters`, by path, to train them further."""
+        """Replaces the learner's adapters by `adapters`, by path."""
         self.params = self.with_trained(self.gradients.strategy.shard_trained(unflatten_dict(dict(adapters))))
 
     def trained(self, params: Params) -> Params:
-        """Returns the trained weights of `params`, an earlier or the present state of the learner's parameters: the
-        adapters, or all weights if there are no adapters. All other weights are as they were when training began."""
+        """Returns the trained weights of `params`, a state of the learner's parameters. These are the adapters, or all
+        weights if there are no adapters."""
         return self.gradients.strategy.trained(params)
 
     def with_trained(self, trained: Params) -> Params:
@@ -169,8 +165,8 @@ class Learner:
         return self._init(trained)
 
     def lowered(self, batch: TrainBatch) -> dict[str, jax.stages.Lowered]:
-        """Returns the programs of a step whose microbatches are shaped like `batch` (which may be abstract), by name,
-        not compiled yet: `accumulate`, `update`, `logprobs`."""
+        """Returns the programs `accumulate`, `update` and `logprobs`, before their compilation, for microbatches shaped
+        like `batch`. The batch may be abstract."""
         programs = self.gradients.lowered(self.params, batch)
         grads, tally = programs["accumulate"].out_info
         grads = with_shardings(grads, self.trained(self.gradients.strategy.shardings))
@@ -178,16 +174,17 @@ class Learner:
         return programs | {"update": self._apply.lower(self.trained(self.params), grads, self.opt_state, tally)}
 
     def step(self, microbatches: Sequence[Microbatch], *, last: bool = True) -> dict[str, float]:
-        """Makes one optimizer step over the sum of the microbatches' losses, and blocks until it is done. The `last`
-        optimizer step of a training step raises `version` by 1.
+        """Makes one optimizer step over the sum of the microbatches' losses, and blocks until the step is done. The
+        `last` optimizer step of a training step raises `version` by 1.
 
-        Metrics: `loss`; `lr`; `grad_norm` before clipping; `trained_tokens`; the means of the algorithm's metrics over
-        trained tokens; for tokens that an engine generated, `importance_metrics`; for tokens that the present weights
-        generated, the mean and maximum absolute difference between the engine's log-probs and the trainer's before the
-        update. If the loss or a gradient is not finite, the weights stay, and `skipped_nonfinite` is 1. If work is
-        predicted, `seconds/idle` is the mean time for which devices waited; 0 if no microbatch has an owner.
+        Metrics are `loss`, `lr`, `grad_norm` before clipping, `trained_tokens`, and the means of the algorithm's
+        metrics over trained tokens. Tokens that an engine generated add `importance_metrics`. Tokens that the step's
+        first weights generated add the mean and the maximum of the absolute difference between engine's and trainer's
+        log-probs under these weights. If the loss or a gradient is not finite, the weights stay, and
+        `skipped_nonfinite` is 1. If work is predicted, `seconds/idle` is the mean time in seconds that devices waited,
+        or 0 if no microbatch has an owner.
 
-        Raises what `Gradients.accumulate` does, before anything has changed.
+        Raises the errors of `Gradients.accumulate`, before anything changes.
         """
         metrics = self.update(*self.accumulate(microbatches), last=last)
         if microbatches[0].work is not None:
@@ -197,43 +194,43 @@ class Learner:
         return metrics
 
     def update(self, grads: Params, tally: Tally, *, last: bool = True) -> dict[str, float]:
-        """Makes the optimizer step with summed gradients, which are donated. Metrics and `last` are those of `step`."""
+        """Makes the optimizer step with summed gradients, which are donated. `last` and the metrics are those of
+        `step`."""
         return _metrics(tally, self._updated(grads, tally, last=last))
 
     def _updated(self, grads: Params, tally: Tally, *, last: bool) -> np.ndarray:
-        """Makes the optimizer step; returns its report."""
         trained, self.opt_state, report = self._apply(self.trained(self.params), grads, self.opt_state, tally)
         self.params = self.with_trained(trained)
         self.version += last
         return np.asarray(report)
 
     def accumulate(self, microbatches: Sequence[Microbatch]) -> Outcome:
-        """Computes `Gradients.accumulate` under the learner's parameters."""
+        """Calls `Gradients.accumulate` with the learner's parameters."""
         return self.gradients.accumulate(self.params, microbatches)
 
     def logprobs(self, inputs: PackedTokens, params: Params | None = None) -> Scores:
-        """Computes `Gradients.logprobs` under the learner's parameters, or under other parameters of the same layout (a
-        frozen reference)."""
+        """Calls `Gradients.logprobs` with the learner's parameters, or with `params` of the same layout."""
         return self.gradients.logprobs(self.params if params is None else params, inputs)
 
     def state(self) -> dict[str, Any]:
-        """Returns all arrays that the rest of training depends on, as a pytree for a checkpoint. A resumed run reads or
-        samples frozen weights again, so the state has only their fingerprint."""
+        """Returns the arrays of a checkpoint that training continues from, as a pytree. Of frozen weights, which a
+        resumed run reads or samples again, the state has only fingerprints."""
         everywhere = NamedSharding(self.mesh, P())
-        # Not `device_put`, in which processes wait for each other and compare their values.
+        # Processes that call `device_put` would wait for each other and compare their values.
         version = jax.make_array_from_callback((), everywhere, lambda _: np.int32(self.version))
         state = {"params": self.trained(self.params), "opt_state": self.opt_state, "version": version}
         return state if self._base is None else state | {"base": self._base}
 
     def forget(self) -> None:
-        """Frees all arrays but frozen weights, to make room for `load_state`. Until then, the learner is abstract."""
+        """Frees all arrays except for frozen weights, to make room for `load_state`. The learner is abstract until
+        `load_state`."""
         self.params, self.opt_state = self.with_trained(like(self.trained(self.params))), like(self.opt_state)
         self._abstract = True
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes over a result of `state()`, from this mesh or another, and empties it. Copies the moments one by one,
-        because updates will donate them, and nothing else may hold them. Raises ConfigError if the learner has other
-        frozen weights."""
+        """Takes over a result of `state()`, from this mesh or another mesh, and empties that result. Copies the moments
+        one by one, because updates donate the moments. Raises ConfigError if the learner's frozen weights differ from
+        those of the state."""
         if self._base is not None and (np.asarray(state.pop("base")) != np.asarray(self._base)).any():
             raise ConfigError(
                 "model.path has other weights than those that the adapters of the checkpoint were trained beside; put "
@@ -248,7 +245,6 @@ class Learner:
         self.version = int(state.pop("version"))
 
     def _compile_update(self) -> None:
-        """Makes the optimizer's programs."""
         strategy, replicated = self.gradients.strategy, NamedSharding(self.mesh, P())
         shardings, abstract = strategy.trained(strategy.shardings), strategy.trained(strategy.abstract)
         self._opt_shardings = optax.tree_utils.tree_map_params(
@@ -270,19 +266,19 @@ class Learner:
                 updates, state = self._optimizer.update(grads, opt_state, params, finite=finite)
             updated = optax.apply_updates(params, updates)
             params = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, params)
-            # Counts are scalars. For moments, `_adam` has chosen between old and new.
+            # The scalars are counts. `_adam` has already chosen between old and new moments.
             opt_state = jax.tree.map(lambda x, old: x if x.ndim else jnp.where(finite, x, old), state, opt_state)
             skipped = jnp.where(finite, 0.0, 1.0)
             return params, opt_state, jnp.stack([lr, grad_norm, skipped, *jax.tree.leaves(tally)])
 
-        # The new parameters take the memory of the gradients: engines may still use the old parameters. JAX gives each
-        # result the memory of the first donated argument of its shape, so arguments stand in the order of results.
+        # The new parameters take the memory of the gradients, because engines may still use the old parameters. JAX
+        # gives each result the memory of the first donated argument of its shape, so that arguments stand in the order
+        # of results.
         self._apply = jax.jit(apply, donate_argnums=(1, 2), out_shardings=(shardings, self._opt_shardings, replicated))
 
 
 def _metrics(tally: Tally, report: np.ndarray) -> dict[str, float]:
-    """Returns the entries of `apply`'s report by name; sums over tokens become means."""
-    names = [*sorted(tally.sums), *sorted(tally.maxima)]  # pytrees of dicts are in the order of their keys
+    names = [*sorted(tally.sums), *sorted(tally.maxima)]  # the order of leaves in pytrees of dicts
     lr, grad_norm, skipped, *values = report.tolist()
     tallied = dict(zip(names, values, strict=True))
     loss, trained, generated = (tallied.pop(key) for key in ("loss", "trained_tokens", "generated_tokens"))
@@ -298,10 +294,10 @@ def _metrics(tally: Tally, report: np.ndarray) -> dict[str, float]:
 
 
 def of_all_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the metrics of a training step from those of its optimizer steps: sums of the metrics in `_ADDED`; the
-    last learning rate; the largest `*_max`; for each other metric, the mean over the optimizer steps that have it,
-    weighted by trained tokens. `updates` is the number of optimizer steps. The metrics of a single optimizer step stay
-    unchanged, without `updates`."""
+    """Returns the metrics of a training step from those of its optimizer steps. Metrics in `_ADDED` are summed, `lr` is
+    the last value, and `*_max` the largest value. Every other metric is the mean, weighted by trained tokens, over the
+    optimizer steps that have the metric. `updates` is the number of optimizer steps. Metrics of a single optimizer step
+    stay unchanged, without `updates`."""
     if len(updates) == 1:
         return dict(updates[0])
     merged = {"updates": float(len(updates))}
@@ -320,8 +316,8 @@ def of_all_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def learning_rate(optim: OptimConfig, steps: int) -> optax.Schedule:
-    """Returns the learning rate by optimizer step, from 0. A linear warm-up starts above zero. The schedule follows: it
-    is constant, or ends with zero at `steps`."""
+    """Returns the learning rate by optimizer step, which counts from 0. A linear warm-up starts above zero. The rate
+    after the warm-up is constant, or decays to zero at `steps`."""
     decay_steps = max(steps - optim.warmup_steps, 1)
     if optim.schedule is Schedule.LINEAR:
         decay = optax.linear_schedule(optim.lr, 0.0, decay_steps)
@@ -337,10 +333,9 @@ def learning_rate(optim: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def optimizer(optim: OptimConfig, schedule: optax.Schedule, decayed: Params) -> optax.GradientTransformationExtraArgs:
-    """Returns AdamW after clipping by the global norm (`max_grad_norm` 0: no clipping). Weight decay is decoupled, and
-    applies to weights that are True in `decayed`.
-
-    `update` with `finite=False` leaves the moments as they are. The last part of the state counts optimizer steps."""
+    """Returns AdamW after clipping by the global norm (`max_grad_norm` 0: no clipping). Decoupled weight decay applies
+    to weights that are True in `decayed`. `update` with `finite=False` leaves the moments as they are. The last part of
+    the state counts optimizer steps."""
     return optax.chain(
         _clip(optim.max_grad_norm or math.inf),
         _adam(optim),
@@ -350,7 +345,8 @@ def optimizer(optim: OptimConfig, schedule: optax.Schedule, decayed: Params) -> 
 
 
 def _clip(most: float) -> optax.GradientTransformation:
-    """Does as `optax.clip_by_global_norm`, with products instead of quotients: XLA fuses products only."""
+    """Clips as `optax.clip_by_global_norm`, with products in the place of quotients, because XLA fuses only
+    products."""
 
     def clipped(grads: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
         norm = optax.tree_utils.tree_norm(grads)
@@ -362,7 +358,7 @@ def _clip(most: float) -> optax.GradientTransformation:
 
 def decayed(model: Decoder) -> Params:
     """Returns True for each trained weight that decays (matrices, embeddings), False for norms and biases. Biases are
-    told by name, because biases of queries have two axes."""
+    recognised by name, because biases of queries have two axes."""
 
     def matrix(path: tuple, variable: nnx.Variable) -> bool | None:
         spec: WeightSpec = variable.get_metadata("spec")
@@ -373,7 +369,7 @@ def decayed(model: Decoder) -> Params:
 
 
 def _decay(weight_decay: float, decayed: Params) -> optax.GradientTransformation:
-    """Does as `optax.add_decayed_weights` with a mask, without its masked state, which earlier checkpoints lack."""
+    """Decays as `optax.add_decayed_weights` with a mask, but has no masked state, which earlier checkpoints lack."""
 
     def added(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
         return jax.tree.map(lambda u, p, matrix: u + weight_decay * p if matrix else u, updates, params, decayed)
@@ -382,11 +378,9 @@ def _decay(weight_decay: float, decayed: Params) -> optax.GradientTransformation
 
 
 def _adam(optim: OptimConfig) -> optax.GradientTransformationExtraArgs:
-    """Does as `optax.scale_by_adam`, with moments in `moments_dtype`, written in the place of the old moments.
-
-    Updates are computed from the rounded moments. A barrier finishes all moments first: XLA would otherwise compute
-    them twice, for the update and for the state, and hold old and new moments of all weights at once.
-    """
+    """Scales as `optax.scale_by_adam`, with moments in `moments_dtype` that overwrite the old moments. Updates are
+    computed from the rounded moments. A barrier finishes all moments first. Otherwise XLA would compute the moments
+    twice, for the update and for the state, and hold old and new moments of all weights at once."""
     dtype, trees = optim.moments_dtype.value, optax.tree_utils
 
     def init(params: optax.Params) -> optax.ScaleByAdamState:
@@ -420,17 +414,15 @@ def _adam(optim: OptimConfig) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-# --- adapters beside frozen weights ---------------------------------------------------------------
-
-
 def lora_of(config: Config) -> models.Lora | None:
-    """Returns the settings of the trained adapters, if there are any."""
+    """Returns the settings of the trained adapters, or None without adapters."""
     settings = config.lora
     return models.Lora(settings.rank, settings.alpha, settings.targets) if settings.rank else None
 
 
 def fingerprint(params: Params, mesh: Mesh) -> Array:
-    """Returns a number for each array of weights, `[W]` uint32, on every device; one changed bit changes the number."""
+    """Returns a number for each of W arrays of weights, `[W]` uint32, on every device. A changed bit of an array
+    changes its number."""
     return jax.jit(_fingerprints, out_shardings=NamedSharding(mesh, P()))(params)
 
 
@@ -439,8 +431,8 @@ def _fingerprints(params: Params) -> Array:
 
 
 def _of(weight: Array) -> Array:
-    """Returns the sum of an array's numbers, read as integers, each times an odd factor that depends on the position:
-    a sum of integers does not depend on the order, and an odd factor loses no bit."""
+    """Returns the sum of an array's numbers, read as integers, each times an odd factor of its position. A sum of
+    integers does not depend on the order, and an odd factor loses no bit."""
     factors = jnp.ones(weight.shape, jnp.uint32)
     for axis in range(weight.ndim):
         places = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)
@@ -448,4 +440,4 @@ def _of(weight: Array) -> Array:
     return jnp.sum(jax.lax.bitcast_convert_type(weight, jnp.uint32) * factors, dtype=jnp.uint32)
 
 
-_STRIDES = (73856093, 19349663, 83492791, 49979687, 67867967)  # primes without a meaning, one an axis
+_STRIDES = (73856093, 19349663, 83492791, 49979687, 67867967)  # arbitrary primes, one for each axis

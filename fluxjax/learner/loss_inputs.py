@@ -1,5 +1,5 @@
-"""Computes, before an optimizer step, the numbers that a loss reads beside the tokens: log-probs under other weights,
-each response's means over its tokens, and slopes of losses that couple responses."""
+"""Computes inputs of the loss before an optimizer step. These are log-probs under other weights, means over the tokens
+of each response, and slopes of losses that couple responses."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ..config import AlgorithmConfig, Config, ImportanceConfig, ImportanceLevel,
 from .gradients import Gradients
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]  # one-dimensional arrays, by name
-# (responses, {name: one number a response}) -> {name: one number a response}
+# (responses, {name: a number for each response}) -> {name: a number for each response}
 OfResponses: TypeAlias = Callable[[Sequence[Key], Arrays], Arrays]
-# (responses, number of tokens of each response, {name: one number a token}) -> {name: one number a token}
+# (responses, number of tokens of each response, {name: a number for each token}) -> {name: a number for each token}
 OfTokens: TypeAlias = Callable[[Sequence[Key], np.ndarray, Arrays], Arrays]
 
 
@@ -35,8 +35,8 @@ def logprobs_of(composition: Composition, gradients: Gradients, weights: Params)
 
 
 def shaped(batch: TrainBatch, config: Config, algorithm: RLAlgorithm) -> TrainBatch:
-    """Returns the batch with all fields that `PolicyTrainer` fills in, for compiling a program. The values of these
-    fields have no meaning."""
+    """Returns the batch with all fields that `PolicyTrainer` fills in, with meaningless values, for compiling a
+    program."""
     further = {
         "proximal_logprobs_BT": config.algorithm.updates > 1,
         "policy_log_ratios_BT": algorithm.response_ratios,
@@ -54,7 +54,8 @@ def token_kl(composition: Composition, logprobs_BT: Sequence[np.ndarray], estima
 
 
 def only_taught(groups: Sequence[Group]) -> list[Group]:
-    """Returns the groups without their responses of advantage 0; a group that would have no token left is unchanged."""
+    """Returns the groups without their responses of advantage 0. A group that would lose all its tokens stays
+    unchanged."""
 
     def taught(group: Group) -> Group:
         samples = tuple(sample for sample in group.samples if sample.advantage != 0.0)
@@ -71,11 +72,10 @@ def coupled(
     settings: AlgorithmConfig,
     team: Team,
 ) -> tuple[Composition, Mapping[str, float]]:
-    """Returns the composition with minus the slopes of the algorithm's loss as advantages, and the metrics of `couple`.
-
-    `logprobs_BT` are those of the policy before the next optimizer step. Only process 0 calls `couple` and returns
-    metrics; there, `groups` are the groups of all processes, with advantages. Slopes are divided by the tokens' loss
-    weights, which cancel in the loss. Collective."""
+    """Returns the composition with the negated slopes of the algorithm's loss as advantages, and the metrics of
+    `couple`. `logprobs_BT` are those of the policy before the next optimizer step. Only process 0 calls `couple`, has
+    `groups` (of all processes, with advantages) and returns metrics. Slopes are divided by the tokens' loss weights,
+    which cancel in the loss. Collective."""
     metrics: dict[str, float] = {}
 
     def couple(keys: Sequence[Key], sums: Arrays) -> Arrays:
@@ -92,20 +92,18 @@ def coupled(
 
 
 def with_logprobs(composition: Composition, field: str, logprobs_BT: PerToken) -> Composition:
-    """Returns the composition with these log-probs, one array `[B, T]` for each microbatch, as a field of `TrainBatch`;
-    0 at tokens that are not trained on."""
+    """Returns the composition with these log-probs in a `field` of `TrainBatch`. Log-probs are 0 at tokens that are not
+    trained on."""
     pairs = zip(composition.batches, logprobs_BT, strict=True)
     trained = [np.where(b.loss_weights_BT != 0, np.asarray(a, np.float32), np.float32(0)) for b, a in pairs]
     return composition.replaced({field: trained})
 
 
 def with_policy_ratios(composition: Composition, logprobs_BT: PerToken, decoupled: bool, team: Team) -> Composition:
-    """Returns the composition with the mean of log(policy / clipping centre) of each response, at all of its tokens.
-
+    """Returns the composition with each response's mean of log(policy / clipping centre) at all tokens of the response.
     `logprobs_BT` are those of the policy with which the next optimizer step begins. The clipping centre is the
-    behaviour policy or, if `decoupled`, the proximal policy. Batches without proximal log-probs have `logprobs_BT` in
-    their place. Collective.
-    """
+    behaviour policy or, if `decoupled`, the proximal policy. A batch without proximal log-probs uses its `logprobs_BT`.
+    Collective."""
     batches = composition.batches
     around_BT = [batch.behaviour_logprobs_BT for batch in batches]
     if decoupled:
@@ -121,11 +119,9 @@ def with_importance(
     composition: Composition, logprobs_BT: PerToken, importance: ImportanceConfig, team: Team
 ) -> Composition:
     """Returns the composition prepared for importance weights that depend on other tokens (`ImportanceConfig.whole`).
-
-    `logprobs_BT` are those of the weights to be trained, `[B, T]` for each microbatch. With the level `sequence`,
-    every token gets the mean log-ratio of its response. With `normalize`, advantages are divided by the mean weight of
-    all tokens, because every policy objective is proportional to advantages. Collective.
-    """
+    `logprobs_BT` are those of the weights to be trained, `[B, T]` for each microbatch. With the level `sequence`, every
+    token gets the mean log-ratio of its response. With `normalize`, advantages are divided by the mean weight of all
+    tokens, which scales every policy objective. Collective."""
     batches, lengths = composition.batches, composition.lengths
     behaviour = composition.of_responses([batch.behaviour_logprobs_BT for batch in batches], np.float64)
     ratios = log_ratio(composition.of_responses(logprobs_BT, np.float64), behaviour)
@@ -136,14 +132,12 @@ def with_importance(
     if importance.normalize:
         lags = composition.of_responses([batch.lags_BT for batch in batches], np.int32)
         weights = np.exp(log_weight(ratios, lags, importance)[0])
-        mean = _mean(weights, team) or 1.0  # the mean is 0 if all tokens are masked
+        mean = _mean(weights, team) or 1.0  # 0 if all tokens are masked
     advantages_BT = [(batch.advantages_BT / mean).astype(np.float32) for batch in batches]
     return composition.replaced({"response_log_ratios_BT": ratios_BT, "advantages_BT": advantages_BT})
 
 
 def _means(values: np.ndarray, composition: Composition, team: Team) -> np.ndarray:
-    """Returns the mean of each response's `values`, which are one a token."""
-
     def mean(_: Sequence[Key], sums: Arrays) -> Arrays:
         return {"mean": sums["values"] / sums["tokens"]}
 
@@ -152,8 +146,6 @@ def _means(values: np.ndarray, composition: Composition, team: Team) -> np.ndarr
 
 
 def _mean(values: np.ndarray, team: Team) -> np.float64:
-    """Returns the mean of the values of all processes."""
-
     def mean(parts: Sequence[tuple[float, int]]) -> Sequence[float]:
         total, count = (sum(numbers) for numbers in zip(*parts, strict=True))
         return [total / count] * len(parts)
@@ -161,16 +153,12 @@ def _mean(values: np.ndarray, team: Team) -> np.float64:
     return np.float64(team.decided((float(values.sum()), len(values)), mean))
 
 
-# --- numbers of responses that several processes have parts of -----------------------------------------
-
-
 def by_response(
     team: Team, compositions: Sequence[Composition], sums: Sequence[Arrays], decide: OfResponses
 ) -> list[dict[str, np.ndarray]]:
-    """Returns, for each composition, the numbers that process 0 gets from `decide`, one a response.
-
-    `sums` has, for each composition, sums over the tokens that a response has in this process; `decide` gets the sums
-    over all processes. Responses without a token in this process get 0."""
+    """Returns, for each composition, a number for each response, which process 0 gets from `decide`. `sums` has, for
+    each composition, sums over each response's tokens in this process. `decide` gets the sums over all processes. A
+    response without a token in this process gets 0."""
 
     def of_tokens(keys: Sequence[Key], counts: np.ndarray, parts: Arrays) -> Arrays:
         which = np.repeat(np.arange(len(keys)), counts)
@@ -191,8 +179,8 @@ def by_response(
 def by_token(
     team: Team, compositions: Sequence[Composition], values: Sequence[Arrays], decide: OfTokens
 ) -> list[dict[str, np.ndarray]]:
-    """Returns, for each composition, the numbers that process 0 gets from `decide`, one a token, response after
-    response. `values` have the same form; `decide` gets the values of all processes."""
+    """Returns, for each composition, a number for each token, response after response, which process 0 gets from
+    `decide`. `values` has the same form. `decide` gets the values of all processes."""
     return _decided(team, compositions, [composition.lengths for composition in compositions], values, decide)
 
 
@@ -204,7 +192,7 @@ def _decided(
     decide: OfTokens,
 ) -> list[dict[str, np.ndarray]]:
     """Returns, for each composition, the numbers that process 0 gets from `decide`, in the form of `values`. `counts`
-    has the number of values of each response."""
+    has the number of values of each response in this process."""
     every = np.concatenate(counts)
     keys = np.array([key for composition in compositions for key in composition.keys], np.int64).reshape(-1, 2)
     numbers = {name: np.concatenate([part[name] for part in values]) for name in values[0]}
@@ -214,8 +202,8 @@ def _decided(
 
 
 def _of_whole_responses(parts: Sequence[Arrays], decide: OfTokens) -> list[dict[str, np.ndarray]]:
-    """Joins the parts of each response from all processes, calls `decide`, and splits its result into the same parts. A
-    process with a higher number has later tokens of a response."""
+    """Joins each response's parts from all processes, calls `decide`, and splits the result into the same parts.
+    Processes with higher numbers have later tokens of a response."""
     number: dict[Key, int] = {}
     keys = np.concatenate([part["keys"] for part in parts]).reshape(-1, 2).tolist()
     which = np.array([number.setdefault((draw, sample), len(number)) for draw, sample in keys], np.int64)
@@ -233,7 +221,6 @@ def _of_whole_responses(parts: Sequence[Arrays], decide: OfTokens) -> list[dict[
 
 
 def _cut(arrays: Arrays, sizes: Sequence[int]) -> list[dict[str, np.ndarray]]:
-    """Cuts each array into consecutive parts of these sizes."""
     ends = np.cumsum(sizes)
     return [
         {name: array[end - size : end] for name, array in arrays.items()} for size, end in zip(sizes, ends, strict=True)

@@ -1,17 +1,17 @@
-"""Training as the runtime calls it: a training step over scored groups, or gradients of some of them.
+"""Training as the runtime calls it: complete training steps over scored groups, or gradients of some groups of a step.
 
-A training step is one optimizer step, or several (`algorithm.minibatches`, `algorithm.epochs`; PPO, arXiv:1707.06347,
-algorithm 1), each over a minibatch with loss weights of its own. The policy before the first optimizer step is the
-training step's proximal policy, whose log-probs are computed once. Engines get the weights after the last optimizer
-step, so a training step counts as one version.
+A training step has one optimizer step or several (`algorithm.minibatches`, `algorithm.epochs`; PPO, arXiv:1707.06347,
+algorithm 1). Each optimizer step has a minibatch with loss weights of its own. The policy before the first optimizer
+step is the training step's proximal policy, whose log-probs are computed once. Engines get the weights after the last
+optimizer step, so that a training step counts as one version.
 
-A step's gradients may be computed in portions, at different times and on different devices. Their weighted sum equals
-the gradient computed at once. The loss weights of a portion are normalised over the portion, so its gradient is the
-gradient of a mean over the portion. In the step's mean a portion counts as much as its share of the step's normaliser:
-tokens, or responses (Flexes, section 4.4, "Preserving On-Policy Semantics"). All portions use the same weights.
+A step's gradient may be computed in portions, at different times and on different devices, with the same weights. The
+loss weights of a portion are normalised over the portion. A portion's gradient therefore counts by the portion's share
+of the step's normaliser, which counts tokens or responses (Flexes, section 4.4, "Preserving On-Policy Semantics"). The
+weighted sum of the portions' gradients equals the gradient computed at once.
 
-Every process of a run has a trainer, and makes the same steps. Process 0 has the groups: it calculates advantages,
-plans, and hands every process its share of the step. Then all processes compute in the same way.
+Every process of a run has a trainer, and makes the same steps. Only process 0 has the groups. It calculates advantages,
+plans, and hands every process its share of the step.
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class _Place:
-    """The devices of a computation of gradients, with the weights on these devices."""
-
     gradients: Gradients
     composer: Composer
     params: Params
@@ -69,20 +67,19 @@ class _Place:
 
 @dataclasses.dataclass
 class Portion:
-    """Some groups of a step with their advantages, and their gradients, once computed. Processes other than process 0
-    have no groups."""
+    """Some groups of a step with their advantages, and the groups' gradients, once computed. Only process 0 has
+    groups."""
 
     groups: Sequence[Group] = ()
     prepared: Mapping[int, PreparedPrompt] = dataclasses.field(default_factory=dict)
-    size: int = 0  # the portion's part of the step's normaliser, set if gradients of several portions are added up
+    size: int = 0  # the portion's part of the step's normaliser, set only if there are several portions
     compositions: Sequence[Composition] = ()  # the compositions that were computed last
     outcome: Outcome | None = None
 
 
 class PolicyTrainer:
-    """Makes training steps over scored groups: advantages, packing, log-probs that the loss needs, optimizer steps.
-
-    Gradients of some groups may be computed before the step is complete, on the devices of lent `engines`."""
+    """Makes training steps over scored groups. Gradients of some groups may be computed before the step is complete,
+    also on the devices of engines."""
 
     def __init__(
         self,
@@ -94,16 +91,16 @@ class PolicyTrainer:
         replay: ReplayBuffer | None = None,
         team: Team | None = None,
     ) -> None:
-        """`composer` is for the devices of the learner's mesh. The trainer uses only the `devices` of `engines`, all of
-        this process. `weights` returns the weights for engines (None: engines get the learner's parameters). `replay`
-        has groups that steps train on again. `team` are the processes that make the same steps. Raises ConfigError for
-        settings under which the algorithm can't be computed."""
+        """`composer` is for the devices of the learner's mesh. Of `engines`, which are in this process, the trainer
+        uses only the attribute `devices`. `weights` returns the weights for engines (None: the learner's parameters).
+        `replay` has groups that steps train on again. `team` are the processes that make the same steps. Raises
+        ConfigError for settings under which the algorithm can't be computed."""
         self._config, self._models, self._learner, self._composer = config, models, models.learner, composer
         self._engines, self._weights, self._replay, self._team = engines, weights, replay, team or Team()
         self._algorithm = models.algorithm
         check_algorithm(config, self._algorithm)
         idle = self._algorithm.idle_without_advantage(config.algorithm)
-        # KL in the reward changes advantages, and critics learn from all responses.
+        # Idle groups are needed if KL in the reward changes their advantages, or if a critic learns from them.
         self._skip_idle = idle and not config.algorithm.kl_in_reward and not self._algorithm.critic
         settings = config.algorithm
         self._needs_scores = (
@@ -113,8 +110,8 @@ class PolicyTrainer:
             or self._algorithm.response_ratios
         )
         self._critic = models.critic if self._algorithm.critic else None
-        self._judged: dict[str, float] = {}  # metrics of `_judge`, of the step under way
-        self._early: dict[Gradients, Portion] = {}  # portions of the step under way, by the object that computed them
+        self._judged: dict[str, float] = {}  # metrics of `_judge` in the step under way
+        self._early: dict[Gradients, Portion] = {}  # portions of the step under way, by the object that computes them
         self._lent: dict[tuple[Any, ...], _Place] = {}  # by devices
 
     @property
@@ -131,18 +128,17 @@ class PolicyTrainer:
         prepared: Mapping[int, PreparedPrompt],
         engines: Sequence[int] = (),
     ) -> None:
-        """Computes gradients of these groups for the `train` of this step, on the devices of these engines (no engines:
-        on the learner's devices). Groups that teach nothing count for the normaliser only."""
+        """Computes gradients of these groups, to be used by `train`. The devices are those of `engines`, or the
+        learner's without engines. Groups without a gradient count only for the normaliser."""
         latest = self._sized(Portion(self._algorithm.advantages(groups, self._config.algorithm), prepared))
         place = self._place(engines)
         parts = [latest] if has_gradient(latest.groups, self._skip_idle) else []
         self._keep(latest, self._composed(parts, place, latest.size, update=False), place)
 
     def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> TrainedStep:
-        """See `Trainer.train`; `TrainedStep.groups` has no replayed groups. Returns the metrics of the learner,
-        `reward_metrics`, `packing_metrics` and `ReplayBuffer.metrics`. If `accumulate` had groups of the step,
-        `stream/groups` counts them, and metrics of packing and plans are those of the portion that was computed
-        last."""
+        """Trains as `Trainer.train` says. `TrainedStep.groups` has no replayed groups. Metrics are those of the
+        learner, `reward_metrics`, `packing_metrics` and `ReplayBuffer.metrics`. `stream/groups` counts the groups of
+        the step that `accumulate` had, if any; metrics of packing are then those of the portion computed last."""
         learner, place, settings = self._learner, self._place(), self._config.algorithm
         early = self._joined_early(place)
         replayed: list[Group] = []
@@ -152,7 +148,7 @@ class PolicyTrainer:
             replayed, again = self._replay.choose(count, learner.version)
         scored = self._algorithm.advantages([*groups, *replayed], settings)
         rest = Portion(scored, {**prepared, **again})
-        if early.outcome is None:  # nothing was computed yet
+        if early.outcome is None:  # no gradient was computed early
             whole = joined(place.gradients, [early, rest])
             dealt = minibatches(whole.groups, settings.minibatches) or [whole.groups]
             parts = [Portion(part, whole.prepared) for part in dealt]
@@ -172,8 +168,8 @@ class PolicyTrainer:
         return TrainedStep(tuple(fresh), metrics)
 
     def follow(self, shares: Sequence[Share], size: int, update: bool) -> None:
-        """Does, in another process, what process 0 does in `accumulate` or, with `update`, in `train`. `shares` are
-        this process's shares of the minibatches; `size` is the `Portion.size` that process 0 calculated."""
+        """Takes part, in a process other than process 0, in `accumulate` or, with `update`, in `train`. `shares` are
+        this process's shares of the minibatches. `size` is the `Portion.size` of process 0."""
         place, rest = self._place(), Portion(size=size)
         compositions = self._team.laid_out(self._composer, shares)
         if update:
@@ -181,17 +177,13 @@ class PolicyTrainer:
         else:
             self._keep(rest, compositions, place)
 
-    # --- what every process does ----------------------------------------------------------------
-
     def _keep(self, latest: Portion, compositions: Sequence[Composition], place: _Place) -> None:
-        """Computes the gradients of a portion, which has at most one composition, and keeps them for the step."""
         self._compute(latest, compositions, place)
         here = self._early.pop(place.gradients, Portion())
         self._early[place.gradients] = joined(place.gradients, [here, latest])  # the newest portion is the last entry
         jax.block_until_ready(self._early[place.gradients].outcome)
 
     def _joined_early(self, place: _Place) -> Portion:
-        """Returns all portions of the step under way, joined, and forgets them."""
         early, self._early = list(self._early.values()), {}
         return joined(place.gradients, early)
 
@@ -203,8 +195,9 @@ class PolicyTrainer:
         compositions: Sequence[Composition],
         place: _Place,
     ) -> tuple[Portion, dict[str, float]]:
-        """Makes the optimizer steps of a training step; returns all its portions, joined, and metrics. There is a
-        composition for each of `parts`: all minibatches or, if gradients were computed early, the `rest` or none."""
+        """Makes the optimizer steps of a training step. Returns the joined portions of the step, and metrics. `parts`
+        are all minibatches or, if gradients were computed early, only `rest` or nothing. Each part has a
+        composition."""
         if early.outcome is None:
             metrics = self._update(parts, compositions, place)
             whole = joined(place.gradients, [early, rest])
@@ -220,8 +213,7 @@ class PolicyTrainer:
         return whole, metrics
 
     def _update(self, parts: Sequence[Portion], compositions: Sequence[Composition], place: _Place) -> dict[str, float]:
-        """Makes all optimizer steps of a training step. `_scored` completes every minibatch before the first
-        optimizer step."""
+        """Makes all optimizer steps of a training step, after `_scored` has completed all minibatches."""
         settings, learner = self._config.algorithm, self._learner
         scored = self._scored(parts, compositions, place)
         resting = self._critic is not None and learner.version < self._config.critic.warmup_steps
@@ -243,7 +235,7 @@ class PolicyTrainer:
                 composition, found = coupled(composition, now, part.groups, self._algorithm, settings, self._team)
             metrics.append({**learner.step(composition.everywhere, last=last), **found})
         if resting:
-            learner.version += 1  # a training step that leaves the weights as they are
+            learner.version += 1  # a training step that leaves the policy's weights unchanged
         of_policy = of_all_updates(metrics) if metrics else {}
         if of_critic:
             from .critic import critic_metrics
@@ -252,7 +244,6 @@ class PolicyTrainer:
         return of_policy
 
     def _compute(self, portion: Portion, compositions: Sequence[Composition], place: _Place) -> None:
-        """Computes the gradients of a portion, if it has a composition."""
         for composition in self._scored([portion] * len(compositions), compositions, place):
             portion.compositions = [composition]
             portion.outcome = place.gradients.accumulate(place.params, composition.everywhere)
@@ -260,7 +251,6 @@ class PolicyTrainer:
     def _composed(
         self, parts: Sequence[Portion], place: _Place, size: int = 0, update: bool = True
     ) -> list[Composition]:
-        """Returns the microbatches of each part for the devices of `place`; the other processes get their shares."""
         chosen = only_taught if self._algorithm.coupled else list
         some = [(chosen(part.groups), part.prepared) for part in parts]
         told: Any = {"size": size, "update": update, "skip_idle": self._skip_idle, "version": place.version}
@@ -269,12 +259,12 @@ class PolicyTrainer:
     def _scored(
         self, parts: Sequence[Portion], compositions: Sequence[Composition], place: _Place
     ) -> list[Composition]:
-        """Returns the compositions with all that the loss reads: log-probs of the reference, if there is one, and
-        whatever importance weights, ratios of complete responses or several optimizer steps need of the weights to
-        train. If advantages depend on log-probs or on the critic, the groups of the parts get new advantages."""
+        """Returns the compositions with all inputs of the loss. These are log-probs of the reference, and log-probs of
+        the present policy if importance weights, ratios of complete responses or several optimizer steps need them. If
+        advantages depend on log-probs or on the critic, the groups of the parts get new advantages."""
         settings, algorithm, scored = self._config.algorithm, self._algorithm, list(compositions)
         needed = self._needs_scores
-        for composition in filter(lambda composition: composition.coming, compositions):  # most steps have none
+        for composition in filter(lambda composition: composition.coming, compositions):  # empty for most steps
             coming = [shaped(batch, self._config, algorithm) for batch in composition.coming]
             place.gradients.compile_ahead(place.params, coming, scores=needed or place.reference is not None)
             if self._critic is not None:
@@ -283,7 +273,7 @@ class PolicyTrainer:
         if reference is not None:
             scored = [with_logprobs(c, "reference_logprobs_BT", logprobs_of(c, gradients, reference)) for c in scored]
         proximal = [logprobs_of(composition, gradients, place.params) for composition in scored] if needed else []
-        kl: list[np.ndarray] = []  # nats of each token, if rewards lose the KL term
+        kl: list[np.ndarray] = []  # KL of each token in nats, if it is subtracted from rewards
         if settings.kl_in_reward:
             kl = [token_kl(c, now, settings.kl_estimator) for c, now in zip(scored, proximal, strict=True)]
         if self._critic is not None:
@@ -308,8 +298,7 @@ class PolicyTrainer:
     def _judge(
         self, portions: Sequence[Portion], compositions: Sequence[Composition], kl: Sequence[np.ndarray]
     ) -> list[Composition]:
-        """Returns the minibatches with the critic's advantages. Each sample of the portions gets the mean advantage of
-        its tokens."""
+        """Gives each sample of the portions the mean advantage of its tokens."""
         assert self._critic is not None
         samples = [sample for part in portions for group in part.groups for sample in group.samples]
         outcomes = {(sample.response.draw, sample.response.sample): sample.advantage for sample in samples}
@@ -320,8 +309,8 @@ class PolicyTrainer:
         return judged
 
     def _rewarded(self, portions: Sequence[Portion], keys: Sequence[Key], sums: Arrays) -> Arrays:
-        """Returns the advantages of the responses `keys`, whose rewards first lose the KL term, and sets them in the
-        groups of `portions`. `sums["kl"]` has the KL of each response."""
+        """Subtracts the KL term from the rewards of `portions`, and sets the new advantages in their groups. Returns
+        the advantages of the responses `keys`. `sums["kl"]` has the KL of each response."""
         settings, kl = self._config.algorithm, dict(zip(keys, sums["kl"].tolist(), strict=True))
         groups = [group for part in portions for group in part.groups]
         paid = [less_kl(group, kl, settings.kl_coefficient) for group in groups]
@@ -335,20 +324,17 @@ class PolicyTrainer:
         return {"advantages": np.array([advantages[key] for key in keys])}
 
     def _sized(self, portion: Portion) -> Portion:
-        """Sets the portion's part in the step's normaliser."""
         lengths = np.array([s.response.num_tokens for group in portion.groups for s in group.samples], np.int64)
         settings = self._config.algorithm
         portion.size = normaliser(lengths, settings.loss_aggregation, self._config.rollout.max_new_tokens)
         return portion
 
     def _renew_reference(self) -> None:
-        """Makes the current policy the reference, if the configuration says so for this version."""
         if self._config.algorithm.reference_every and self._models.renew_reference():
             for place in self._lent.values():
                 place.reference = place.gradients.on_mesh(self._learner.params)
 
     def _place(self, engines: Sequence[int] = ()) -> _Place:
-        """Returns the devices of these engines, with the newest weights; without engines, the learner's devices."""
         learner = self._learner
         devices = tuple(dict.fromkeys(device for number in engines for device in self._engines[number].devices))
         if not devices or set(devices) == set(learner.mesh.devices.flat):
@@ -386,7 +372,7 @@ def check_algorithm(config: Config, algorithm: RLAlgorithm) -> None:
 
 
 def less_kl(group: Group, kl: Mapping[Key, float], coefficient: float) -> Group:
-    """Returns the group with rewards less `coefficient` times the KL of their response; an empty response has no KL."""
+    """Subtracts `coefficient` times the KL of each response from the response's reward. An empty response has no KL."""
 
     def paid(sample: Sample) -> Sample:
         cost = coefficient * kl.get((sample.response.draw, sample.response.sample), 0.0)
@@ -396,27 +382,27 @@ def less_kl(group: Group, kl: Mapping[Key, float], coefficient: float) -> Group:
 
 
 def advantaged(group: Group, advantages: Mapping[Key, float]) -> Group:
-    """Returns the group with these advantages, given by (draw, sample)."""
+    """Returns the group with these advantages, which are named by (draw, sample)."""
     return group.with_advantages([advantages[s.response.draw, s.response.sample] for s in group.samples])
 
 
 def minibatches(groups: Sequence[Group], count: int) -> list[list[Group]]:
-    """Deals whole groups, in the order of their draws, to `count` minibatches in turn, so that each is a mixture of the
-    step. Minibatches without a token are left out."""
+    """Deals groups, in the order of their draws, to `count` minibatches in turn. Minibatches without a response token
+    are left out."""
     ordered = sorted(groups, key=lambda group: group.prompt.draw)
     dealt = [ordered[first::count] for first in range(count)]
     return [part for part in dealt if any(s.response.num_tokens for group in part for s in group.samples)]
 
 
 def has_gradient(groups: Iterable[Group], skip_idle: bool) -> bool:
-    """Returns whether there is a token to train on; with `skip_idle`, a token with an advantage."""
+    """Says whether there is a token to train on. With `skip_idle`, the advantage of the token must not be 0."""
     samples = (sample for group in groups for sample in group.samples if sample.response.num_tokens)
     return any(not skip_idle or sample.advantage != 0.0 for sample in samples)
 
 
 def joined(gradients: Gradients, portions: Sequence[Portion]) -> Portion:
-    """Joins portions into one portion. If any portion has an outcome, the joined outcome is on the mesh of `gradients`,
-    and the outcomes of `portions` may be donated. A portion without an outcome counts for the normaliser only."""
+    """Joins portions into one portion, whose outcome is on the mesh of `gradients`. The outcomes of `portions` may be
+    donated. A portion without an outcome counts only for the normaliser."""
     size = sum(portion.size for portion in portions)
     compositions: Sequence[Composition] = ()
     total: Outcome | None = None
@@ -433,15 +419,15 @@ def joined(gradients: Gradients, portions: Sequence[Portion]) -> Portion:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _scaled(outcome: Outcome, share: jax.Array | np.float32) -> Outcome:
-    """Scales the gradients and the loss; counts and sums over tokens stay."""
+    """Scales the gradients and the loss. Other sums over tokens stay."""
     grads, tally = outcome
     sums = tally.sums | {"loss": tally.sums["loss"] * share}
     return jax.tree.map(lambda grad: grad * jnp.asarray(share, grad.dtype), grads), Tally(sums, tally.maxima)
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns mean rewards, over all groups and by source; accuracies by source; response lengths in tokens; the share
-    of responses that were cut off; the share of groups that teach nothing."""
+    """Returns mean rewards (over all groups, and by source), accuracies by source, response lengths in tokens, the
+    share of responses that were cut off, and the share of groups with equal rewards."""
     samples = [(group.prompt.source, sample) for group in groups for sample in group.samples]
     lengths = [sample.response.num_tokens for _, sample in samples]
     metrics = {

@@ -1,12 +1,10 @@
-"""Replay keeps groups that were trained on. A later step trains on some of these groups again, with importance weights
-of its own.
+"""Keeps groups that were trained on, so that a later step can train on some of these groups again.
 
-Replay is Flux's third source of data from another policy (component 3, "Unified Importance Correction"): a replayed
-token is a stale token. The log-probs and versions of its generation are kept, so that ratio, `algorithm.importance` and
-decay are those of any stale token. Rewards are kept, too. Advantages are computed anew in each step: advantages
-relative to the group stay the same; advantages that depend on the step or on the policy (KL in the reward) change.
+Replay is Flux's third source of data from another policy (component 3, "Unified Importance Correction"). A replayed
+token keeps the log-probs and versions of its generation, so that it is treated as any stale token. Rewards are kept,
+and advantages are computed anew in each step.
 
-The coordinator's ledger does not know of replay: in the ledger, a prompt is trained on once.
+The coordinator's ledger does not count replayed groups.
 """
 
 from __future__ import annotations
@@ -20,19 +18,19 @@ import numpy as np
 from ..base.types import Group, PreparedPrompt, Response, Reward, Sample, SavedState, State
 from ..config import ReplayConfig
 
-GROUPS = 256  # the most groups that are remembered; the oldest are forgotten first
+GROUPS = 256  # most groups in the buffer; the oldest groups are removed first
 
 
 @dataclasses.dataclass
 class _KeptGroup:
-    group: Group  # has the advantages of the step that trained on it first
+    group: Group  # with the advantages of the first step that trained on the group
     prepared: PreparedPrompt
-    born: int  # the oldest version among its tokens
-    times: int = 0  # times that it was replayed
+    born: int  # the oldest version among the group's tokens
+    times: int = 0  # number of replays
 
 
 class ReplayBuffer:
-    """The groups that may be replayed, with their prompts. No choice among the groups is random."""
+    """The groups that may be replayed, with their prompts. The choice of groups is deterministic."""
 
     def __init__(self, config: ReplayConfig, most: int = GROUPS) -> None:
         self._config, self._most = config, most
@@ -42,9 +40,9 @@ class ReplayBuffer:
         return len(self._kept)
 
     def choose(self, fresh: int, version: int) -> tuple[list[Group], dict[int, PreparedPrompt]]:
-        """Returns the groups to replay in a step that trains weights of this version on `fresh` fresh groups, in the
-        order of their draws, and their prompts by draw. The newest groups are chosen, and count as replayed. Groups
-        that are too old, or were replayed before, are removed first."""
+        """Chooses groups to replay in a step that trains weights of this version on `fresh` fresh groups. Returns the
+        groups in the order of their draws, and their prompts by draw. The newest groups are chosen, and count as
+        replayed. Groups that are too old, or were already replayed, are removed first."""
         self._let_go(version)
         wanted = int(fresh * self._config.share / (1.0 - self._config.share) + 1e-9)
         chosen = sorted(self._kept.values(), key=lambda kept: (-kept.born, -kept.group.prompt.draw))[:wanted]
@@ -54,8 +52,8 @@ class ReplayBuffer:
         return [kept.group for kept in chosen], {kept.group.prompt.draw: kept.prepared for kept in chosen}
 
     def keep(self, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], version: int) -> None:
-        """Keeps groups that were trained on; `version` is that of the present weights. Groups without tokens, and
-        groups whose advantages are all 0, are not kept. If there is no room, the oldest groups are removed."""
+        """Keeps groups that were trained on. `version` is the version of the present weights. Groups without tokens,
+        and groups whose advantages are all 0, are not kept. If there is no room, the oldest groups are removed."""
         for group in groups:
             versions = [v for sample in group.samples for v in sample.response.versions]
             if versions and any(sample.advantage != 0.0 for sample in group.samples):
@@ -68,10 +66,10 @@ class ReplayBuffer:
     def metrics(self, fresh: Sequence[Group], replayed: Sequence[Group], version: int) -> dict[str, float]:
         """Returns the metrics of fresh and replayed groups in a step that trains weights of this version.
 
-        `replay/share`: the share of the step's groups that are replayed; `replay/age` and `replay/age_max`: the
-        mean and the largest lag of replayed tokens; `replay/kept`: groups in the buffer after the step. If groups are
-        replayed, `staleness/lag_mean` and `staleness/lag_max` are measured again over the fresh groups alone. Fresh
-        groups whose advantages are all 0 are left out, unless this holds for all fresh groups.
+        `replay/share` is the share of the step's groups that are replayed. `replay/age` and `replay/age_max` are the
+        mean and the largest lag of replayed tokens. `replay/kept` is the number of groups in the buffer after the step.
+        With replayed groups, `staleness/lag_mean` and `staleness/lag_max` are measured over the fresh groups alone.
+        Fresh groups whose advantages are all 0 are then left out, unless all fresh groups are of this kind.
         """
         metrics = {"replay/share": len(replayed) / (len(fresh) + len(replayed)), "replay/kept": float(len(self))}
         if not replayed:
@@ -87,29 +85,26 @@ class ReplayBuffer:
         return metrics
 
     def _let_go(self, version: int) -> None:
-        """Removes the groups that can't be replayed any more, at this version or later."""
         self._kept = {
             draw: kept
             for draw, kept in self._kept.items()
             if version - kept.born <= self._config.max_age and not kept.times
         }
 
-    # --- state ----------------------------------------------------------------------------------
-
     def state_dict(self) -> State:
-        """Returns responses, rewards and draws as JSON values; prompts are prepared again by their draws."""
+        """Returns responses, rewards and draws as JSON values. The state has no prompts."""
         return {"groups": [_to_json(self._kept[draw]) for draw in sorted(self._kept)]}
 
     def load_state_dict(self, state: SavedState, prepared: Mapping[int, PreparedPrompt]) -> None:
-        """Takes over a state. `prepared` has the prompts of `draws_of(state)`, by draw; groups whose prompt can't be
-        prepared any more are removed."""
+        """Takes over a state. `prepared` has the prompts of `draws_of(state)`, by draw. Groups whose prompts are not in
+        `prepared` are removed."""
         there = [saved for saved in state.get("groups", []) if saved["draw"] in prepared]
         kept = [_from_json(saved, prepared[saved["draw"]]) for saved in there]
         self._kept = {kept_group.group.prompt.draw: kept_group for kept_group in kept}
 
 
 def draws_of(state: SavedState) -> list[int]:
-    """Returns the draws of the prompts in a buffer's state; none if the state is of a run without replay."""
+    """Returns the draws of the prompts in a buffer's state. There are none in the state of a run without replay."""
     return [saved["draw"] for saved in state.get("groups", [])]
 
 

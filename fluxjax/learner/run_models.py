@@ -1,4 +1,4 @@
-"""The models of a run, the same in every process: policy, reference and critic."""
+"""The models that a run trains or compares with: policy, reference and critic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RunModels:
-    """The learner of the policy, the frozen reference if there is a KL term, and the critic if there is one."""
+    """The policy's learner, the frozen reference of a KL term, and the critic of an algorithm with a critic."""
 
     def __init__(
         self,
@@ -32,15 +32,15 @@ class RunModels:
         never_sampled: tuple[int, ...] = (),
         reference: Params | None = None,
     ) -> None:
-        """`never_sampled`: see `Learner`. `begin` and `load` set the `reference`. Raises ValueError if the algorithm
-        has a critic, and `critic` is None."""
+        """`never_sampled` is that of `Learner`. `begin` and `load` set `reference` anew. Raises ValueError if the
+        algorithm needs a critic, and `critic` is None."""
         if algorithm.critic and critic is None:
             raise ValueError(f"{config.algorithm.label} needs a critic")
         self._config, self.algorithm, self._never_sampled = config, algorithm, never_sampled
         self.learner, self.critic, self.reference = learner, critic, reference
 
     def begin(self, steps: int) -> None:
-        """Begins RL of `steps` training steps with the policy as it is. Raises what `first_reference` raises."""
+        """Begins RL of `steps` training steps with the present policy. Raises the errors of `first_reference`."""
         self._reset(steps)
         if self._config.algorithm.kl_coefficient:
             self.reference = first_reference(self._config, self.learner)
@@ -52,7 +52,8 @@ class RunModels:
         self.learner.reset(self.algorithm.token_loss, steps=updates, never_sampled=self._never_sampled)
 
     def renew_reference(self) -> bool:
-        """Makes the policy the reference if the configuration says so for its version, and then returns True."""
+        """Makes the policy the reference if the configuration says so for the policy's version. Returns whether it
+        does."""
         renewed = self._config.algorithm.renews_reference(self.learner.version)
         if renewed:
             self.reference = self.learner.params
@@ -76,7 +77,7 @@ class RunModels:
         return arrays
 
     def forget(self) -> None:
-        """Drops the present arrays, except the weights that adapters leave frozen, so that no device holds two states
+        """Drops the present arrays, except for frozen weights beside adapters, so that no device holds two states
         during `load`. Arrays that an engine serves stay in memory."""
         self.reference = None
         self.learner.forget()
@@ -84,7 +85,8 @@ class RunModels:
             self.critic.forget()
 
     def load(self, arrays: dict[str, Any], steps: int) -> None:
-        """Takes over `arrays` for `steps` training steps; removes the arrays of learner and critic from `arrays`."""
+        """Takes over `arrays` for `steps` training steps, and removes the learner's and the critic's arrays from
+        `arrays`."""
         self._reset(steps)
         self.learner.load_state(arrays.pop("learner"))
         if self.critic is not None:
@@ -95,15 +97,15 @@ class RunModels:
             self.reference = self.learner.with_trained(self.reference)
 
     def close(self) -> None:
-        """Cancels the compilations for learner and critic that have not begun."""
+        """Cancels compilations for learner and critic that have not begun."""
         self.learner.gradients.close()
         if self.critic is not None:
             self.critic.gradients.close()
 
 
 def first_reference(config: Config, learner: Learner) -> Params:
-    """Returns the frozen weights of the KL term as RL begins: the learner's own, or those of `algorithm.reference`.
-    Raises `ConfigError` for a checkpoint that can't be read, or of another model."""
+    """Returns the reference with which RL begins: the learner's weights, or those of `algorithm.reference`. Raises
+    `ConfigError` for an unreadable checkpoint, or for weights of other sizes than the model's."""
     if not config.algorithm.reference:
         return learner.params
     try:

@@ -1,4 +1,4 @@
-"""Supervised steps before RL: the policy learns the form of an answer, and a first idea of its content."""
+"""Supervised steps before RL, which teach the policy the form of an answer."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 
@@ -25,13 +25,10 @@ async def warm_start(
     proxy: ProxyMedia | None = None,
     team: Team | None = None,
 ) -> AsyncIterator[tuple[int, dict[str, float]]]:
-    """Trains the learner on `config.warm_start.steps` batches of given answers; yields (step, metrics) after each step.
-    A batch without a usable prompt makes no step.
-
-    The warm start has its own data order, so that RL starts with a fresh epoch, and its own optimizer and schedule.
-    Prompts and answers that cannot be used are left out of the batch and reported to `count_skip` with the reason.
-    `proxy`: see `Preparer`.
-    """
+    """Trains the learner on `config.warm_start.steps` batches of given answers. Yields (step, metrics) after each step.
+    A batch without a usable prompt makes no step. The warm start has its own order of draws, so that RL starts with a
+    fresh epoch, and its own optimizer and schedule. Unusable prompts and answers are left out, and `count_skip` gets
+    the reasons. `proxy` is that of `Preparer`."""
     settings = config.warm_start
     begin_warm_start(config, learner)
     source = warm_start_source(config, sources, processor, proxy)
@@ -58,14 +55,14 @@ async def warm_start(
 
 
 def given_step(learner: Learner, composition: Composition) -> dict[str, float]:
-    """Makes a step of the warm start and returns its metrics. Every process calls it."""
+    """Makes a step of the warm start, and returns its metrics. Collective."""
     if composition.coming:
         learner.gradients.compile_ahead(learner.params, composition.coming, scores=False)
     return learner.step(composition.everywhere)
 
 
 def begin_warm_start(config: Config, learner: Learner) -> None:
-    """Begins the warm start of the learner, with an optimizer and a schedule of its own."""
+    """Begins the warm start of the learner, with its own optimizer and schedule."""
     settings = config.warm_start
     warmup = min(10, settings.steps // 2)
     learner.reset(
@@ -79,14 +76,15 @@ def begin_warm_start(config: Config, learner: Learner) -> None:
 def warm_start_source(
     config: Config, sources: Mapping[str, Source], processor: Processor, proxy: ProxyMedia | None = None
 ) -> Preparer:
-    """Returns the prompts of the warm start, in an order of their own; `proxy`: see `Preparer`."""
+    """Returns the prompts of the warm start, in their own order of draws. `proxy` is that of `Preparer`."""
     weights = {name: config.data.sources[name].weight for name in sources}
     loader = PromptLoader(sources, weights, seed=config.seed + 1_000_003)
     return Preparer(processor, loader, config, ahead=config.warm_start.batch_size, proxy=proxy)
 
 
 def answer_ids(processor: Processor, answer: str) -> list[int]:
-    """Returns the token ids of an answer, and the end token; empty if the vocabulary lacks a part of the answer."""
+    """Returns the token ids of an answer and the end token, or an empty list if the vocabulary lacks a part of the
+    answer."""
     try:
         return [*processor.encode(answer), processor.eos_ids[0]]
     except PromptError:

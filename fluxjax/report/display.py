@@ -1,6 +1,6 @@
-"""The live view of a run: a panel on a terminal, a plain line every few seconds in other outputs. On the panel, each
-process, server and preprocessor has a row of a table. In plain output, each process has a line every minute; servers
-and preprocessors are counted."""
+"""The live view of a run. A terminal shows a panel, with a row of a table for each process, server and preprocessor.
+Other outputs get a line every few seconds, with counts of servers and preprocessors, and a line for each process every
+minute."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SECONDS = 5.0
 _PLAIN_HOSTS_SECONDS = 60.0
-_NAMES = ("process", "host", "server", "preprocessor")  # columns whose texts stand on the left
-MOST = 16  # most processes that are shown: the slowest
+_NAMES = ("process", "host", "server", "preprocessor")  # columns with texts on the left
+MOST = 16  # most processes that are shown, which are the slowest
 _BUSY = "rewards/busy/"
 _NOTABLE = 0.5  # least share of busy slots at which a kind of reward is shown
 
 
 class Display:
-    """Shows the progress of a run while used as a context manager; `note` prints a line that stays."""
+    """Shows the progress of a run while used as a context manager. `note` prints a line that stays."""
 
     def __init__(self, total_steps: int, *, console: Console | None = None) -> None:
         self._servers: Callable[[], Sequence[ServerStatus]] = tuple
@@ -46,7 +46,7 @@ class Display:
         self._total = total_steps
         self._rewards: deque[float] = deque(maxlen=60)
         self._last_line = 0.0
-        self._last_hosts = 0.0  # when lines of processes were last printed
+        self._last_hosts = 0.0  # time when lines of processes were last printed
         self._seconds: dict[str, float] = {}
         self._eval: dict[str, float] = {}
         self._progress = Progress(
@@ -59,9 +59,9 @@ class Display:
         )
         self._task = self._progress.add_task("starting", total=None, left="", words="")
         self._phase = "starting"
-        self._ended: deque[float] = deque(maxlen=30)  # when the last steps ended, by `working_time`
+        self._ended: deque[float] = deque(maxlen=30)  # times by `working_time` at which the last steps ended
         self.stopping = False  # whether the run stops after the present step
-        self._step_tables: list[Table] = []  # the last step's table; none before the first step
+        self._step_tables: list[Table] = []  # the last step's table; empty before the first step
         self._live = Live(get_renderable=self._drawn, console=self._console) if self._console.is_terminal else None
 
     def __enter__(self) -> Display:
@@ -86,7 +86,7 @@ class Display:
 
     def note(self, text: str) -> None:
         self._noted = time.monotonic()
-        self._console.print(Text(text), highlight=False)  # `[word]` in the text is no style
+        self._console.print(Text(text), highlight=False)  # rich must not read `[word]` as a style
 
     def show(
         self,
@@ -94,17 +94,17 @@ class Display:
         hosts: Callable[[], Sequence[HostStatus]] = tuple,
         preprocessors: Callable[[], Sequence[PreprocessorStatus]] = tuple,
     ) -> None:
-        """Shows the statuses that these functions return. Several threads call the functions."""
+        """Shows the statuses that these functions return. The functions must be thread-safe."""
         self._servers, self._hosts, self._preprocessors = servers, hosts, preprocessors
 
     def _drawn(self) -> Group:
-        """Returns the panel: new tables of statuses, and the last step's table. A thread of `Live` calls it several
-        times a second."""
+        """Returns the panel, with present tables of statuses and the last step's table. A thread of `Live` calls
+        `_drawn` several times a second."""
         tables = host_table(self._hosts()), preprocessor_table(self._preprocessors()), server_table(self._servers())
         return Group(self._progress, *self._step_tables, *chain.from_iterable(tables))
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
-        """Begins a phase of `total` steps; `done` of them were done before the run was resumed."""
+        """Begins a phase of `total` steps, of which `done` were done before the run was resumed."""
         self._phase = name
         self._ended.clear()
         self._ended.append(working_time())
@@ -116,11 +116,11 @@ class Display:
         self._eval = dict(accuracy)
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """Shows that step `step` is done, with its `metrics` as in `metrics.jsonl` and its `seconds` by stage."""
+        """Shows that a step is done, with its `metrics` (as in `metrics.jsonl`) and its `seconds` by stage."""
         self._ended.append(working_time())
         self._rewards.append(metrics.get("reward/mean", -metrics.get("loss", 0.0)))
         self._seconds = {name: value + 0.9 * self._seconds.get(name, 0.0) for name, value in seconds.items()}
-        per_step = statistics.median(b - a for a, b in pairwise(self._ended))  # some steps evaluate
+        per_step = statistics.median(b - a for a, b in pairwise(self._ended))  # the median, because some steps evaluate
         left = f"{per_step:.2f} s/step, eta {per_step * (self._total - step):.0f} s"
         self._progress.update(self._task, completed=step, left=left)
         if self._live:
@@ -182,11 +182,9 @@ class Display:
         return "".join(_SPARKS[int((value - low) * scale)] for value in self._rewards)
 
 
-# --- pixels and rewards ---------------------------------------------------------------------------
-
-
 def data_words(metrics: Mapping[str, float]) -> str:
-    """Says how long a step waited for pixels, how fast it decoded, and how much it fetched; empty without pixels."""
+    """Says how long a step waited for pixels, how fast media were decoded, and how much was fetched. Empty without
+    pixels."""
     waited, frames = metrics.get("data/waited", 0.0), metrics.get("data/decoded_frames_per_second", 0.0)
     size = metrics.get("data/fetched_mb", 0.0)
     words = [f"waits {waited:.2f} s"] if size or waited else []
@@ -196,7 +194,7 @@ def data_words(metrics: Mapping[str, float]) -> str:
 
 
 def reward_words(metrics: Mapping[str, float]) -> str:
-    """Says how long rewards take, how many waited, which kinds are busy and how many failed; empty if only built-in
+    """Says how long rewards took, how many waited, which kinds were busy, and how many failed. Empty if only built-in
     rules score."""
     words = []
     if "rewards/seconds_median" in metrics:
@@ -210,16 +208,13 @@ def reward_words(metrics: Mapping[str, float]) -> str:
     return ", ".join(words)
 
 
-# --- processes, servers and preprocessors ---------------------------------------------------------
-
-
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[Table]:
-    """Returns a table in a list; an empty list if there are no rows. A row has a cell for each column, and a last cell
-    for words that may be cut."""
+    """Returns a list with a table, empty without rows. A row has a cell for each column, and a last cell for words that
+    may be cut."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
         table.add_column(column, justify="left" if column in _NAMES else "right", no_wrap=True)
-    table.add_column()  # the column that is cut on a narrow terminal
+    table.add_column()  # a narrow terminal cuts this column
     for *cells, words in rows:
         table.add_row(*cells, Text(words, no_wrap=True, overflow="ellipsis"))
     return [table] * bool(table.rows)

@@ -1,7 +1,7 @@
-"""The files about a run: its metrics, samples of its responses, a log of each process, and `summary.json` at its end.
+"""Writes metrics, samples of responses, logs of processes, and `summary.json`.
 
-Metrics are one JSON line a step, TensorBoard event files, and a Prometheus port, if one is set. To show them in another
-way, add a class with the methods of `Board` and a line in `MetricsLog`.
+Metrics go to a JSON line for each step, to TensorBoard event files, and to a Prometheus port, if set. To show metrics
+in another way, add a class with the methods of `Board` and a line in `MetricsLog`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ..base.types import Group
 from ..config import ReportConfig
 from ..config.run_folder import replace_text
 
-with as_if_missing("torch"):  # torch takes a second and 200 MB of each process, and is not needed
+with as_if_missing("torch"):  # torch takes a second and 200 MB in each process
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto import event_pb2
     from tensorboardX.summary import scalar
 
 _FLUSH_SECONDS = 10.0
-_EVENTS: Any = event_pb2  # generated, without types
+_EVENTS: Any = event_pb2  # generated code without types
 _LOGS = "processes"
 log = logging.getLogger(__name__)
 
 
 def read(file: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the records of a metrics file, in order, up to a line that a kill has cut off."""
+    """Returns the records of a metrics file, in order, up to a line that the end of a process has cut off."""
     records = []
     with contextlib.suppress(json.JSONDecodeError):
         for line in file.read_text().splitlines() if file.exists() else ():
@@ -47,8 +47,8 @@ def read(file: pathlib.Path) -> list[dict[str, Any]]:
 def dump_samples(
     folder: pathlib.Path, step: int, groups: Sequence[Group], decode: Callable[[Sequence[int]], str], count: int
 ) -> None:
-    """Writes `count` responses of `step` to `folder/<step>.jsonl`: the first of each group, then the
-    second of each, and so on, so that several sources occur."""
+    """Writes `count` responses of `step` to `folder/<step>.jsonl`. The groups take turns, so that several sources
+    occur."""
     folder.mkdir(exist_ok=True)
     most = max(len(group.samples) for group in groups)
     turns = [(g, g.samples[turn]) for turn in range(most) for g in groups if turn < len(g.samples)]
@@ -75,28 +75,26 @@ def dump_samples(
 
 @dataclasses.dataclass
 class Summary:
-    """The results of a run. Accuracies, one for each source, are shares of right greedy answers to held-out prompts.
-
-    Every checkpoint holds the summary, so that a resumed run reports on all of the run.
-    """
+    """The results of a run. Accuracies are, for each source, shares of right greedy answers to held-out prompts. Every
+    checkpoint holds the summary, so that the summary of a resumed run covers the complete run."""
 
     name: str = ""
-    complete: bool = False  # False: the run was stopped early and can be resumed
+    complete: bool = False  # False if the run was stopped early and can be resumed
     seed: int = 0
-    parameters: int = 0  # of the model, a count
+    parameters: int = 0  # number of the model's parameters
     devices: int = 0
     steps: int = 0  # RL steps done
     accuracy: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # source -> start, end
-    blind: dict[str, float] = dataclasses.field(default_factory=dict)  # accuracies, every pixel blanked
+    blind: dict[str, float] = dataclasses.field(default_factory=dict)  # accuracies with every pixel blanked
     chance: dict[str, float] = dataclasses.field(default_factory=dict)  # accuracies of the best constant answer
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # wall time of each stage, and `total`
     logprob_gap_max: float = 0.0  # the largest mean absolute gap of a step
-    logprob_gap_alarms: int = 0  # steps whose gap was alarming (`fluxjax.run.callbacks.GAP_ALARMS`)
+    logprob_gap_alarms: int = 0  # steps whose gap exceeded `fluxjax.run.callbacks.GAP_ALARMS`
     samples_trained: int = 0  # responses
     tokens_trained: int = 0  # response tokens
-    samples_skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # reason -> prompts, of all phases
+    samples_skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # reason -> prompts of all phases
     rewards_failed: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)  # source -> reason -> responses
-    steps_not_finite: int = 0  # steps whose gradients were not finite: they did not change the weights
+    steps_not_finite: int = 0  # steps that did not change the weights, because their gradients were not finite
     checkpoints_failed: int = 0
     resumed_from: list[int] = dataclasses.field(default_factory=list)  # steps
 
@@ -108,14 +106,15 @@ class Summary:
         self.samples_skipped[reason] = self.samples_skipped.get(reason, 0) + 1
 
     def count_failed_reward(self, source: str, reason: str) -> None:
-        """Counts a response that a reward failed on. The dictionaries are replaced, because a thread may write them to
-        a checkpoint meanwhile."""
+        """Counts a response for which a reward failed. The dictionaries are replaced, because a thread may write them
+        to a checkpoint meanwhile."""
         reasons = self.rewards_failed.get(source, {})
         self.rewards_failed = {**self.rewards_failed, source: {**reasons, reason: reasons.get(reason, 0) + 1}}
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Adds the wall time of the `with` body to the stage, but compilation time to the stage `compile`."""
+        """Adds the wall time of the `with` body to the stage, except for compilation time, which the stage `compile`
+        gets."""
         started, compiled = working_time(), compilations().seconds
         try:
             with activity(name.replace("_", " ")):
@@ -145,15 +144,13 @@ class TrainingResult:
         return self.run_dir / "model"
 
 
-# --- processes ------------------------------------------------------------------------------------
-
 _FIGURES = ("devices", "memory_bytes", "device_memory_bytes")
 _FIGURES += ("prepare_seconds", "train_seconds", "wait_seconds", "own_seconds")
 
 
 def host_lanes(hosts: Sequence[HostStatus], step: int) -> list[Span]:
-    """Returns the stages of the last step as bars of the Gantt picture, a lane for each process; a process that has not
-    reported that step yet has no lane."""
+    """Returns the stages of the last step as bars of the timeline picture, with a lane for each process. A process that
+    has not reported that step has no lane."""
     return [
         Span(stage.name, f"process {host.process}", stage.start, stage.end, step)
         for host in hosts
@@ -163,7 +160,7 @@ def host_lanes(hosts: Sequence[HostStatus], step: int) -> list[Span]:
 
 
 def host_metrics(hosts: Sequence[HostStatus]) -> dict[str, float]:
-    """Returns a step's metrics of all processes together; empty if the run has one process."""
+    """Returns a step's metrics of all processes together, empty for a run of one process."""
     if not hosts:
         return {}
     return {
@@ -177,9 +174,9 @@ def host_metrics(hosts: Sequence[HostStatus]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def process_log(run_dir: pathlib.Path, process: int, processes: int) -> Iterator[None]:
-    """Appends the log of this process to `run_dir/processes/process-N.log`: its own notes, warnings of libraries, a
-    line a step, and the error that ends the body of the `with`. The terminal gets warnings as before. Does nothing if
-    the run has one process. Raises OSError if the file cannot be written."""
+    """Appends the log of this process to `run_dir/processes/process-N.log`. The log has notes of fluxjax, warnings of
+    libraries, and the error that ends the body of the `with`. The terminal still gets warnings. Does nothing for a run
+    of one process. Raises OSError if the file cannot be written."""
     if processes == 1:
         yield
         return
@@ -188,7 +185,7 @@ def process_log(run_dir: pathlib.Path, process: int, processes: int) -> Iterator
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     notes = logging.getLogger(__name__.partition(".")[0])
     root = logging.getLogger()
-    terminal = root.handlers or [logging.lastResort or logging.StreamHandler()]  # lastResort: Python's default
+    terminal = root.handlers or [logging.lastResort or logging.StreamHandler()]  # lastResort is Python's default
     levels = {logger_or_handler: logger_or_handler.level for logger_or_handler in [notes, *terminal]}
     for terminal_handler in terminal:
         terminal_handler.setLevel(max(terminal_handler.level, logging.WARNING))
@@ -199,7 +196,7 @@ def process_log(run_dir: pathlib.Path, process: int, processes: int) -> Iterator
         yield
         log.info("the run is over")
     except BaseException as error:
-        log.info("ended by %s: %s", type(error).__name__, error)  # a caller reports it on the terminal
+        log.info("ended by %s: %s", type(error).__name__, error)  # a caller prints the error on the terminal
         raise
     finally:
         root.handlers = before
@@ -208,15 +205,12 @@ def process_log(run_dir: pathlib.Path, process: int, processes: int) -> Iterator
         handler.close()
 
 
-# --- metrics --------------------------------------------------------------------------------------
-
-
 class Board(Protocol):
-    """A place that shows the metrics of a run."""
+    """A way to show the metrics of a run."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows the metrics of a step. Names are like `reward/digits`; in phases other than RL they begin with the
-        phase: `eval/accuracy/digits`."""
+        """Shows the metrics of a step. In phases other than RL, names begin with the phase, as in
+        `eval/accuracy/digits`."""
 
     def close(self) -> None: ...
 
@@ -226,10 +220,10 @@ class TensorBoard:
 
     def __init__(self, folder: pathlib.Path, resume: Mapping[str, int]) -> None:
         folder.mkdir(exist_ok=True)
-        # A `SummaryWriter` won't do: its thread ends silently when the disk is full, and then its queue blocks.
+        # With a full disk, the thread of a `SummaryWriter` would end silently, and its queue would block.
         self._board = EventsWriter(str(folder / "events"))
         self._flushed = time.monotonic()
-        if resume:  # makes TensorBoard drop the killed run's later steps
+        if resume:  # TensorBoard then drops the killed run's later steps
             start = _EVENTS.SessionLog(status=_EVENTS.SessionLog.START)
             self._board.write_event(_EVENTS.Event(wall_time=time.time(), step=resume["rl"] + 1, session_log=start))
 
@@ -247,8 +241,8 @@ class TensorBoard:
 
 
 class MetricsLog:
-    """The metrics of a run: `run_dir/metrics.jsonl`, `run_dir/tensorboard/`, and a Prometheus port if
-    `report.prometheus` names one, which serves the statuses of servers, processes and preprocessors, too."""
+    """The metrics of a run, in `run_dir/metrics.jsonl`, in `run_dir/tensorboard/`, and at the Prometheus port of
+    `report.prometheus`. The port also serves the statuses of servers, processes and preprocessors."""
 
     def __init__(
         self,
@@ -258,8 +252,8 @@ class MetricsLog:
         resume: Mapping[str, int] | None = None,
     ) -> None:
         """`resume` has, by phase, the last step in the checkpoint of a resumed run. Later steps, which the killed run
-        wrote, are dropped, so that no step occurs twice. Raises OSError if the folder cannot be written, `ConfigError`
-        if the port is taken, or if other machines reach it without a token."""
+        wrote, are dropped, so that no step occurs twice. Raises OSError if the folder cannot be written. Raises
+        `ConfigError` if the port is taken, or if other machines can reach the port without a token."""
         self.file, resume = run_dir / "metrics.jsonl", resume or {}
         self._boards: list[Board] = []
         host, port = settings.prometheus_address
@@ -274,8 +268,8 @@ class MetricsLog:
         self._boards.append(TensorBoard(run_dir / "tensorboard", resume))
 
     def log(self, phase: str, step: int, metrics: Mapping[str, float], hosts: Sequence[HostStatus] = ()) -> None:
-        """Writes the metrics of a step: `phase` is warm_start, rl or eval, `metrics` has names like `reward/digits`;
-        `hosts` are the states of several processes after the step."""
+        """Writes the metrics of a step. `phase` is warm_start, rl or eval. `hosts` are the states of several processes
+        after the step."""
         record: dict[str, Any] = {"phase": phase, "step": step, "time": round(time.time(), 3), **metrics}
         if hosts:
             record["hosts"] = [

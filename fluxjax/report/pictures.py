@@ -1,5 +1,5 @@
-"""The pictures of a run: its accuracy, the time of its last steps by stage, and the times at which each preprocessor
-measured and held each medium."""
+"""Draws a run's accuracy, the stages of its last steps, and the times in which preprocessors measured and held
+media."""
 
 import dataclasses
 import pathlib
@@ -17,8 +17,8 @@ from matplotlib.patches import Patch
 from ..base.statuses import MediumStage, Transition
 from ..base.timeline import Span, disjoint
 
-MOST_ROWS = 240  # media that are drawn; of more media, one in two, three, ... is drawn
-MOST_NAMED = 12  # preprocessors in the legend
+MOST_ROWS = 240  # most media that are drawn; of more media, one in two, three and so on is drawn
+MOST_NAMED = 12  # most preprocessors in the legend
 _PLACE_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf", "#7f7f7f")
 _SOURCE_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 _STAGE_COLOURS = {
@@ -44,9 +44,8 @@ def learning_curve(
     records: Sequence[Mapping[str, Any]], controls: Mapping[str, Mapping[str, float]], file: pathlib.Path
 ) -> None:
     """Draws held-out accuracy (points) and smoothed training accuracy (lines) of each source against the RL step.
-
-    `records` are the lines of `metrics.jsonl`; `controls` is `{"blind": {source: accuracy}, "chance": {...}}`.
-    """
+    `records` are the lines of `metrics.jsonl`. `controls` is `{"blind": {source: accuracy}, "chance": {source:
+    accuracy}}`."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     training = [r for r in records if r["phase"] == "rl"]
@@ -84,13 +83,14 @@ def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
 
 
 def of_steps(spans: Sequence[Span]) -> list[Span]:
-    """Returns the spans of complete steps, without evaluations, which take far longer than steps."""
+    """Returns the spans of complete steps, without evaluations."""
     last = max((span.end for span in spans if span.name == "sync"), default=0.0)
     return [span for span in spans if span.name != "eval" and span.start < last]
 
 
 def timeline(spans: Sequence[Span], file: pathlib.Path) -> None:
-    """Draws the spans as a Gantt chart: a row for each lane, seconds since the first start, and a line at each step."""
+    """Draws the spans as a Gantt chart, with a row for each lane, seconds since the first start, and a line at each
+    step."""
     lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane.rstrip("0123456789"), len(lane), lane))
     figure = Figure(figsize=(10, max(3.2, 1.4 + 0.3 * len(lanes))), layout="constrained")
     axes = figure.add_subplot()
@@ -113,13 +113,10 @@ def timeline(spans: Sequence[Span], file: pathlib.Path) -> None:
     FigureCanvasAgg(figure).print_png(str(file))
 
 
-# --- media on preprocessors -----------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class MediumBar:
-    """The time in which the preprocessor `place` measured a medium, or held the decoded medium (`held`). `row` counts
-    media in the order of their first requests; `start` and `end` are seconds on the clock of the history."""
+    """The time in which the preprocessor `place` measured a medium, or (`held`) held the decoded medium. `row` counts
+    media in the order of their first requests. `start` and `end` are seconds on the clock of the history."""
 
     row: int
     place: str
@@ -129,13 +126,11 @@ class MediumBar:
 
 
 def bars_of(history: Iterable[Transition], end: float) -> list[MediumBar]:
-    """Returns the bars of a history, at most up to `end`. A bar that began before the history is left out.
-
-    After measuring a medium, a preprocessor counts as holding it until the preprocessor is lost. The history does not
-    record that a preprocessor dropped a medium for lack of room and decoded it again.
-    """
+    """Returns the bars of a history up to `end`. Bars that began before the history are left out. A preprocessor that
+    has measured a medium counts as its holder until the preprocessor is lost. The history does not record dropped
+    media."""
     rows: dict[Hashable, int] = {}
-    looks: dict[Hashable, tuple[str, float]] = {}  # by key: the preprocessor, and the start
+    looks: dict[Hashable, tuple[str, float]] = {}  # by medium: the preprocessor, and the start
     holds: dict[Hashable, tuple[str, float]] = {}
     bars: list[MediumBar] = []
 
@@ -165,7 +160,7 @@ def bars_of(history: Iterable[Transition], end: float) -> list[MediumBar]:
 
 
 def look_lanes(history: Iterable[Transition], spans: Sequence[Span], end: float, later: float) -> list[Span]:
-    """Returns a lane for each preprocessor: the times in which the preprocessor measured media, cut to the time of
+    """Returns, in a lane for each preprocessor, the times in which the preprocessor measured media, cut to the time of
     `spans`. The clock of `spans` is `later` seconds ahead of the clock of the history, which ends at `end`."""
     if not spans:
         return []
@@ -185,12 +180,13 @@ def look_lanes(history: Iterable[Transition], spans: Sequence[Span], end: float,
 
 
 def media_picture(history: Sequence[Transition], end: float, file: pathlib.Path) -> None:
-    """Draws a row for each medium, in the order of first requests: light while a preprocessor measures the medium, dark
-    while a preprocessor holds the medium. `history` comes from a `FlightStore`, and ends at `end` on its clock."""
+    """Draws a row for each medium, in the order of first requests. The row is light while a preprocessor measures the
+    medium, and dark while a preprocessor holds the medium. `history` is that of a `FlightStore`, and ends at `end`."""
     bars = bars_of(history, end)
     rows = 1 + max((bar.row for bar in bars), default=0)
     every = -(-rows // MOST_ROWS)
-    # Chance decides which of neighbouring media is drawn: every n-th medium may belong to the same preprocessor.
+    # Of each `every` neighbouring media, a random medium is drawn, because every n-th medium may belong to one
+    # preprocessor.
     chance = random.Random(0)
     chosen = {first + chance.randrange(every) for first in range(0, rows, every)}
     places = sorted({name for _, name, _, _ in history if name}, key=lambda name: (len(name), name))
@@ -203,7 +199,6 @@ def media_picture(history: Sequence[Transition], end: float, file: pathlib.Path)
         tones = [colours[bar.place] if held else _light(colours[bar.place]) for bar in drawn]
         starts, widths = [bar.start - origin for bar in drawn], [bar.end - bar.start for bar in drawn]
         tops = [bar.row // every * every for bar in drawn]
-        # Edges keep bars visible that are narrower than a pixel.
         axes.barh(tops, widths, every, starts, align="edge", color=tones, edgecolor=tones, linewidth=0.4)
     lost = [(place, time - origin) for _, place, stage, time in history if stage is MediumStage.LOST]
     for place, time in lost:

@@ -1,4 +1,4 @@
-"""The Prometheus port of a process: the metrics of a run, its rollout servers, trainer processes and preprocessors."""
+"""The Prometheus port of a process, for metrics of a run, its rollout servers, trainer processes and preprocessors."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from ..config import ConfigError
 
 
 class PrometheusPort:
-    """Serves metrics from a thread until `close`, and memory, CPU seconds and open files of this process (`process_*`).
-    If FLUXJAX_TOKEN is in the environment, clients must send the token as `Authorization: Bearer`."""
+    """Serves metrics from a thread until `close`. Memory, CPU seconds and open files of this process are served as
+    `process_*`. If FLUXJAX_TOKEN is in the environment, clients must send the token as `Authorization: Bearer`."""
 
     def __init__(self, port: int, host: str = "127.0.0.1", *collectors: StatusCollector) -> None:
-        """Raises ConfigError for a taken or invalid port, and if other machines reach the address without a token."""
+        """Raises ConfigError for a taken or invalid port, and if other machines can reach the address without a
+        token."""
         self._registry = prometheus_client.CollectorRegistry()
         self._gauges: dict[str, prometheus_client.Gauge] = {}
         prometheus_client.ProcessCollector(registry=self._registry)
@@ -38,7 +39,7 @@ class PrometheusPort:
         if not token and not is_loopback(host):
             raise ConfigError(f"report.prometheus names {host}, which other machines reach: set {TOKEN}")
         listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        try:  # not `socket.create_server`, which leaves its socket open if host or port is invalid
+        try:  # `socket.create_server` would leave its socket open if host or port is invalid
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind((host, port))
             listening.listen()
@@ -71,8 +72,7 @@ _RENAMED = {"version": "weight_version"}
 
 
 class StatusCollector(Collector):
-    """Offers statuses as Prometheus metrics, `fluxjax_KIND_*`, with the values at the time of each request. Without
-    statuses, there are no metrics."""
+    """Offers statuses as Prometheus metrics `fluxjax_KIND_*`, with the values at the time of each request."""
 
     kind: ClassVar[str]
     labels: ClassVar[Mapping[str, str]]  # label -> attribute of a status
@@ -97,7 +97,7 @@ class StatusCollector(Collector):
 
 
 class ServerCollector(StatusCollector):
-    """The rollout servers."""
+    """Metrics of the rollout servers."""
 
     kind, labels = "server", {"server": "name"}
     metrics: ClassVar = {
@@ -113,7 +113,7 @@ class ServerCollector(StatusCollector):
 
 
 class HostCollector(StatusCollector):
-    """Trainer processes. There are no metrics before their first step, nor in a run of one process."""
+    """Metrics of the trainer processes, from their first step on, in a run of several processes."""
 
     kind, labels = "host", {"process": "process", "host": "host"}
     metrics: ClassVar = {
@@ -135,7 +135,7 @@ class HostCollector(StatusCollector):
 
 
 class PreprocessorCollector(StatusCollector):
-    """Preprocessors."""
+    """Metrics of the preprocessors."""
 
     kind, labels = "preprocessor", {"preprocessor": "name"}
     metrics: ClassVar = {

@@ -1,1 +1,1 @@
-"""A run from its configuration to its summary: `FluxTrainer`, checkpoints, callbacks, reports."""
+"""A run from its configuration to its summary."""

@@ -1,4 +1,4 @@
-"""Builds the model and the processor of a run, from a checkpoint folder or the sizes of a tiny model; exports them."""
+"""Builds and exports the model and the processor of a run, from a checkpoint folder or the sizes of a tiny model."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ if TYPE_CHECKING:
     from .pixels import Pixels
 
 AnyPixels: TypeAlias = "NoPixels | Pixels"
-POSITION_GRID = 4  # rows, and columns, of the learned positions of a tiny tower: pictures have a few patches a side
+POSITION_GRID = 4  # rows and columns of a tiny tower's learned positions; its pictures have few patches
 
 
 @dataclasses.dataclass(frozen=True)
 class Learning:
-    """The objects that train, on the devices of all processes of the run."""
+    """The objects that train on the devices of all processes of the run."""
 
     model: Decoder  # abstract: the learner has its weights
     learner: Learner
@@ -83,9 +83,9 @@ def build_learning(
     links: Links | None = None,
     materializer: Materializer | None = None,
 ) -> Learning:
-    """Returns the learner, with the weights that `config` names, and the composer of batches. `token_loss` replaces the
-    loss of the configured algorithm; `links` connect to the other processes; `materializer` fetches pixels that a
-    media store holds. Raises `ConfigError`."""
+    """Returns the learner, with the weights that `config` names, and the composer. `token_loss` replaces the loss of
+    the configured algorithm. `links` connect to the other processes. `materializer` fetches pixels that a media store
+    holds. Raises `ConfigError`."""
     mesh = run_mesh(config)
     model = build_weights(config, sizes, mesh)
     learner = Learner(
@@ -116,15 +116,16 @@ def run_mesh(config: Config) -> Mesh:
 
 
 def build_model(config: Config, sources: Mapping[str, Source], mesh: Mesh | None = None) -> tuple[Decoder, Processor]:
-    """Returns the model with its weights, and the processor. Raises what `describe_model` and `build_weights` do."""
+    """Returns the model with its weights, and the processor. Raises the errors of `describe_model` and
+    `build_weights`."""
     sizes, processor = describe_model(config, sources)
     return build_weights(config, sizes, mesh), processor
 
 
 def build_weights(config: Config, sizes: DecoderConfig, mesh: Mesh | None = None) -> Decoder:
-    """Returns the model, with float32 master weights. Weights are read or sampled one by one and go straight to the
-    devices of `mesh` (None: to one device). For a large model, this process gives freed memory back to the system from
-    now on. Raises `ConfigError` for a checkpoint that can't be read."""
+    """Returns the model with float32 master weights. Weights are read or sampled one by one, and go to the devices of
+    `mesh` (None: to one device). For a large model, this process returns freed memory to the system from now on. Raises
+    `ConfigError` for an unreadable checkpoint."""
     if 4 * parameter_count(models.abstract(sizes)) >= LARGE_MODEL:
         give_back_large_blocks()
     places = None if mesh is None else functools.partial(shardings, mesh=mesh)
@@ -146,11 +147,9 @@ def check_reference(config: Config) -> None:
 
 
 def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[DecoderConfig, Processor]:
-    """Returns the sizes of the model, and the processor; reads no weights.
-
-    The tokenizer of a tiny model is built from the prompts and answers of the training `sources`. Raises `ConfigError`
-    if `model.path` is not a checkpoint folder that can be read.
-    """
+    """Returns the sizes of the model, and the processor, without reading weights. The tokenizer of a tiny model is
+    built from the prompts and answers of the training `sources`. Raises `ConfigError` if `model.path` is not a
+    checkpoint folder that can be read."""
     data = config.data
     if config.model.path:
         path = pathlib.Path(config.model.path)
@@ -202,9 +201,10 @@ def export_adapters(config: Config, model: Decoder, learner: Learner, folder: pa
 
 
 def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, processor: Processor) -> pathlib.Path:
-    """Returns a folder that rollout servers can start from. The weights in it do not matter: servers get the run's
-    weights before they generate. Without `model.path`, exports the model. With it, returns `model.path`; if
-    `write_config` gives another config.json, a folder with that config.json and links to all other files."""
+    """Returns a folder that rollout servers can start from. Its weights do not matter, because servers get the run's
+    weights before they generate. Without `model.path`, the folder is an export of the model. With `model.path`, the
+    folder is `model.path` if `write_config` gives the same config.json. Otherwise the folder has the new config.json,
+    and links to all other files."""
     folder, content = run_dir / "servers" / "model", write_config(model.config)
     if not config.model.path:
         export(model, processor, folder)
@@ -212,7 +212,7 @@ def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, pro
     path = pathlib.Path(config.model.path)
     if content == read_json(path / "config.json", needed=True):
         return path
-    shutil.rmtree(folder, ignore_errors=True)  # left by an earlier start of the run
+    shutil.rmtree(folder, ignore_errors=True)  # an earlier start of the run may have left the folder
     folder.mkdir(parents=True)
     for file in path.resolve().iterdir():
         if file.name != "config.json":
@@ -222,9 +222,8 @@ def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, pro
 
 
 def sampling_params(config: Config, processor: Processor) -> SamplingParams:
-    """Returns the sampling settings of `config.rollout`: responses end at an end token or at the limit, and have no
-    media token. Top-p and top-k are off, because log-probs of engine and trainer are under the full distribution: a
-    token sampled from a part of the distribution would have another probability."""
+    """Returns the sampling settings of `config.rollout`. Responses end at an end token or at the limit, and have no
+    media token. Top-p and top-k are off, because log-probs of engine and trainer are under the full distribution."""
     rollout = config.rollout
     return SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
@@ -235,8 +234,8 @@ def sampling_params(config: Config, processor: Processor) -> SamplingParams:
 
 
 def tiny_vision(model: ModelConfig) -> VisionConfig | None:
-    """Returns the tower of a tiny model; None for an architecture that reads text only. Raises ModelConfigError for an
-    unknown architecture, and for sizes that no tower has."""
+    """Returns the vision tower of a tiny model, or None for an architecture without a tower. Raises ModelConfigError
+    for an unknown architecture, and for impossible sizes of a tower."""
     tiny = cast(Mapping[str, Any], model.tiny)
     if (architecture := tiny["architecture"]) not in ARCHITECTURES:
         raise ModelConfigError(f"architecture {architecture!r} is not among {', '.join(ARCHITECTURES)}")
@@ -253,12 +252,11 @@ def tiny_vision(model: ModelConfig) -> VisionConfig | None:
 
 
 def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | None) -> DecoderConfig:
-    """Returns the architecture of a tiny model with the sizes that the configuration gives. Raises ModelConfigError for
-    sizes that no model has."""
+    """Returns the configuration of a tiny model. Raises ModelConfigError for impossible sizes."""
     tiny = cast(Mapping[str, Any], model.tiny)
     architecture = tiny["architecture"]
     qwen3 = architecture.startswith("qwen3")
-    hybrid = architecture.startswith("qwen3_5")  # has three position axes without a tower, too
+    hybrid = architecture.startswith("qwen3_5")  # has three position axes even without a tower
     section = tiny["mrope_section"] if vision or hybrid else ()
     text = TextConfig(
         vocab_size=processor.tokenizer.get_vocab_size(),
@@ -285,8 +283,8 @@ def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | 
 
 
 def tiny_states(tiny: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `TextConfig` that only a tiny Qwen3.5 sets: a state for each attention head and, as in
-    published models, attention in every fourth layer (if there are four), and a quarter of each head rotated."""
+    """Returns the fields of `TextConfig` that only a tiny Qwen3.5 sets. As in published models, every fourth layer (or
+    the last, of fewer than four) has attention, and a quarter of each head is rotated."""
     size = tiny["hidden_size"] // tiny["num_heads"]
     return {
         "delta": DeltaHeads(tiny["num_kv_heads"], tiny["num_heads"], size, size),
@@ -300,16 +298,16 @@ def tiny_states(tiny: Mapping[str, Any]) -> dict[str, Any]:
 def training_prompts(
     config: Config, sources: Mapping[str, Source], processor: Processor, proxy: ProxyMedia | None = None
 ) -> Preparer:
-    """Returns the prompts of RL, in the order of their draws; `proxy`: see `Preparer`."""
+    """Returns the prompts of RL, in the order of their draws. `proxy` is that of `Preparer`."""
     weights = {name: config.data.sources[name].weight for name in sources}
     return Preparer(processor, PromptLoader(sources, weights, config.seed), config, proxy=proxy)
 
 
 class NoPixels:
-    """Has the methods of `Pixels` for a run whose model reads text only: nothing is stored or fetched."""
+    """The `Pixels` of a run whose model reads only text. Nothing is stored or fetched."""
 
-    proxy: ProxyMedia | None = None  # prepares prompts without pixels; None: there are none
-    fetch: Fetch | None = None  # returns the pixels of tickets; None: there are none
+    proxy: ProxyMedia | None = None  # prepares prompts without pixels; None: there are no media
+    fetch: Fetch | None = None  # returns the pixels of tickets; None: there are no media
     materializer: Materializer | None = None
 
     def place_of(self, ticket: str) -> str:

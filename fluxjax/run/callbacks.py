@@ -1,4 +1,4 @@
-"""Callbacks, the reporter that calls them, and the first line, the last lines and the pictures of a run."""
+"""Callbacks, the reporter that calls them, and the first and last lines that a run prints."""
 
 from __future__ import annotations
 
@@ -70,12 +70,9 @@ class ReportedRun(Run, Protocol):
 
 
 class Callback:
-    """The base of a user's custom logging or early stopping: override the methods that you need. All methods run on the
-    event loop of the run: keep them short. `on_checkpoint` is called after the writing of a checkpoint has begun.
-    `trainer` is the `FluxTrainer`.
-
-    An exception in a callback ends the run; `trainer.stop()` ends the run cleanly, with a checkpoint.
-    """
+    """The base class of a user's callbacks. All methods run on the event loop of the run, and should be short.
+    `on_checkpoint` is called after the writing of a checkpoint has begun. `trainer` is the `FluxTrainer`. An exception
+    in a callback ends the run. `trainer.stop()` ends the run cleanly, with a checkpoint."""
 
     def on_fit_start(self, trainer: Run) -> None: ...
     def on_step(self, trainer: Run, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> None: ...
@@ -85,7 +82,7 @@ class Callback:
 
 
 class SettledHeap(Callback):
-    """Calls `settle_heap` after steps 1, 2, 4, 8, ... of a process: new programs are compiled ever more rarely."""
+    """Calls `settle_heap` after the steps 1, 2, 4, 8 and so on of a process."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -101,12 +98,12 @@ class SettledHeap(Callback):
 
 _ALARMS_SHOWN = 3
 _DUMPED = 8  # responses in a dump
-# Mean absolute differences between engine and trainer log-probs (nats) that raise an alarm: rounding alone causes less.
+# Larger mean absolute differences (nats) of engine and trainer log-probs raise an alarm. Rounding causes less.
 GAP_ALARMS = {DType.FLOAT32: 1e-4, DType.BFLOAT16: 0.05}
 
 
 class Reporter(Observer):
-    """Writes down what the runtime reports of a run, and passes it on to the run's callbacks."""
+    """Writes the runtime's reports into metrics, summary and display, and passes them to the run's callbacks."""
 
     def __init__(self, run: ReportedRun) -> None:
         self._run, self._summary, self._display = run, run.summary, run.display
@@ -120,7 +117,8 @@ class Reporter(Observer):
         tokens = sum(response.num_tokens for response in responses)
         seconds = dict(report.seconds)
         metrics = dict(report.metrics) | {f"seconds/{name}": value for name, value in seconds.items()}
-        # Measured since the last step, evaluation or checkpoint: stages overlap with each other and with the next step.
+        # The time counts from the last step, evaluation or checkpoint, because stages overlap with each other and with
+        # other steps.
         before, self._since = self._since, working_time()
         metrics["tokens_per_second"] = tokens / max(self._since - before, 1e-9)
         hosts = run.gang.statuses()
@@ -141,7 +139,7 @@ class Reporter(Observer):
         run.tell(Callback.on_step, step, report.groups, metrics)
 
     def _server_metrics(self) -> dict[str, float]:
-        """Returns the metrics of the rollout servers, if there are any. Tokens of evaluations count."""
+        """Tokens of evaluations count, too."""
         servers = self._run.pool.servers()
         if not servers:
             return {}
@@ -150,13 +148,13 @@ class Reporter(Observer):
         return {
             "servers/up": float(sum(server.up for server in servers)),
             "servers/restarts": float(sum(server.restarts for server in servers)),
-            # Not the sum of the rates that servers report: a server may have been idle for a part of the step.
+            # The servers' own rates do not count the time in which a server is idle.
             "servers/tokens_per_second": max(tokens - before, 0) / max(now - then, 1e-9),  # too small if a server left
         }
 
     def _host_metrics(self, hosts: Sequence[HostStatus]) -> dict[str, float]:
-        """Returns the metrics over all processes of the run, if there are several. `hosts/bytes_told` counts the bytes
-        that process 0 has sent to all others since the last step."""
+        """Returns the metrics of all processes of the run, empty for a single process. `hosts/bytes_told` counts the
+        bytes that process 0 has sent to all others since the last step."""
         if not hosts:
             return {}
         before, self._told = self._told, self._run.gang.bytes_told
@@ -210,7 +208,7 @@ def opening(summary: Summary, sources: Mapping[str, Sized], run_dir: pathlib.Pat
 
 
 def closing(summary: Summary, reason: str) -> str:
-    """Returns the last lines that a run prints: accuracies beside the controls (blind, chance), and what failed."""
+    """Returns the last lines that a run prints: accuracies beside the controls (blind, chance), and failures."""
     lines = [f"{reason}: {summary.steps} steps in {summary.seconds['total']:.0f} s"]
     for source, accuracy in summary.accuracy.items():
         values = [f"{accuracy[when]:.1%}" for when in ("start", "end") if when in accuracy]
@@ -240,8 +238,8 @@ def write_pictures(
     pool: EnginePool | FleetPool,
     pixels: AnyPixels,
 ) -> None:
-    """Writes the learning curve; if this process made steps, also the timeline of the last steps, and a picture of the
-    media that each preprocessor held over time. `metrics` is the run's `metrics.jsonl`."""
+    """Writes the learning curve. If this process made steps, writes the timeline of the last steps, and a picture of
+    the media that each preprocessor held over time. `metrics` is the run's `metrics.jsonl`."""
     controls = {"blind": summary.blind, "chance": summary.chance}
     pictures.learning_curve(read(metrics), controls, run_dir / "learning.png")
     if stages := pictures.of_steps(timeline.spans()):  # a run that was already complete keeps its timeline

@@ -1,9 +1,9 @@
-"""Checkpoints with Orbax: asynchronous, atomic, the newest few kept, restored onto any mesh.
+"""Checkpoints with Orbax: written asynchronously and atomically, and restored onto any mesh.
 
-A checkpoint holds everything that decides the rest of the run: arrays (parameters, optimizer state) and a JSON part
-(coordinator, data position, weight version, what the summary has counted so far). Checksums of all files are
-written before the checkpoint gets its final name; older checkpoints stay until then. A run compares the checksums
-before it restores a checkpoint.
+A checkpoint holds everything that decides the rest of the run. It has arrays (parameters, optimizer state) and a JSON
+part (coordinator, data position, weight version, counts of the summary). Checksums of all files are written before the
+checkpoint gets its final name. Older checkpoints stay until then. A run compares the checksums before it restores a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxtyping import PyTree
 log = logging.getLogger(__name__)
 SUMS = "checksums.json"
 NO_SUMS = f"{SUMS} is missing"
-_THREADS = 8  # threads that read files: xxHash releases the interpreter's lock
+_THREADS = 8  # threads that read files; xxHash releases the interpreter's lock
 
 
 class ResumeError(RuntimeError):
@@ -38,19 +38,18 @@ class ResumeError(RuntimeError):
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder/<step>/`. Unfinished checkpoints are not listed: Orbax gives a
-    checkpoint its name last."""
+    """The checkpoints of one run, in `folder/<step>/`. An unfinished checkpoint has another name."""
 
     def __init__(self, folder: pathlib.Path, keep: int, *, read_only: bool = False, largest: int = 0) -> None:
         """`read_only` leaves all files unchanged, since a run may still be writing. `largest` is the size of the
-        largest array, in bytes: about as many bytes are encoded or decoded at a time, so that host memory never holds a
-        second copy of the state. Raises `ResumeError` if the folder cannot be created."""
+        largest array, in bytes. About as many bytes are encoded or decoded at a time, to bound the host memory. Raises
+        `ResumeError` if the folder cannot be created."""
         self.folder = folder.absolute()
         self._at_once = math.ceil(max(1.1 * largest, _LEAST_AT_ONCE) / 1e9)  # Orbax counts in GB
         self._keep = keep
         self._read_only = read_only
         self.failed: list[str] = []  # reasons, one for each checkpoint that could not be written
-        self._damage: dict[int, str] = {}  # the damage (or "") of each checkpoint that was read, by step
+        self._damage: dict[int, str] = {}  # by step: the damage of each checkpoint that was read, "" for none
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
@@ -60,7 +59,7 @@ class Checkpoints:
             cleanup_tmp_directories=not self._read_only,
             read_only=self._read_only,
             temporary_path_class=SummedPath,
-            lightweight_initialize=True,  # else damaged metadata of one checkpoint would end the run
+            lightweight_initialize=True,  # otherwise damaged metadata of a checkpoint would end the run
         )
         arrays = ocp.StandardCheckpointHandler(save_concurrent_gb=self._at_once, restore_concurrent_gb=self._at_once)
         handlers = {"arrays": arrays, "state": ocp.JsonCheckpointHandler()}
@@ -70,15 +69,16 @@ class Checkpoints:
             raise ResumeError(f"cannot create {self.folder}: {error.strerror}; set run_dir elsewhere") from error
 
     def holds(self, part: str) -> bool:
-        """Returns True if the newest undamaged checkpoint has arrays of this name; False without checkpoints."""
+        """Says whether the newest undamaged checkpoint has arrays of this name. False without checkpoints."""
         step = self.undamaged()
         metadata = None if step is None else self._manager.item_metadata(step)["arrays"]
         return metadata is not None and part in metadata.tree
 
     def undamaged(self) -> int | None:
-        """Waits for a write under way; returns the newest step whose checkpoint is undamaged, or None if there are no
-        checkpoints. Logs each newer checkpoint with its damaged file. If no checkpoint has the right checksums,
-        returns the newest step without checksums, from an earlier release. Raises `ResumeError` if all are damaged."""
+        """Waits for a write under way. Returns the newest step whose checkpoint is undamaged, or None if there are no
+        checkpoints. Logs each newer checkpoint with its damaged file. If no checkpoint has the right checksums, returns
+        the newest step without checksums, which is from an earlier release. Raises `ResumeError` if all checkpoints are
+        damaged."""
         self.wait()
         steps = self._there()
         for step in steps:
@@ -92,8 +92,8 @@ class Checkpoints:
         raise ResumeError(f"every checkpoint in {self.folder} is damaged; restore the files, or remove it all")
 
     def chosen(self, asked: int | None = None) -> int:
-        """Returns the step to restore: `asked`, or else that of `undamaged`. Raises `ResumeError` if that checkpoint
-        is damaged, or if there are no checkpoints."""
+        """Returns the step to restore, which is `asked`, or else that of `undamaged`. Raises `ResumeError` if that
+        checkpoint is damaged, or if there are no checkpoints."""
         step = self.undamaged() if asked is None else asked
         if step is None:
             raise ResumeError(f"there is no checkpoint in {self.folder}")
@@ -103,12 +103,12 @@ class Checkpoints:
         return step
 
     def _there(self) -> list[int]:
-        """Returns the steps that have a folder, the newest first, including folders that Orbax does not count."""
+        """Returns the steps that have a folder, the newest first, including damaged folders that Orbax does not
+        list."""
         names = (path.name for path in self.folder.iterdir()) if self.folder.is_dir() else ()
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def _look(self, step: int) -> str:
-        """Returns the damage of a checkpoint, or ""; the first call logs it."""
         if step not in self._damage:
             self._damage[step] = reason = damage(self.folder / str(step))
             if reason:
@@ -116,23 +116,21 @@ class Checkpoints:
         return self._damage[step]
 
     def may_save(self, step: int, arrays: PyTree) -> bool:
-        """Waits for the write under way. Returns True if this step has no checkpoint yet and the disk has room for it.
-        A full disk is logged and added to `failed`."""
+        """Waits for the write under way. Says whether this step has no checkpoint and the disk has room for it. A full
+        disk is logged, and added to `failed`."""
         self.wait()
         if step in self._manager.all_steps():
             return False
         needed = sum(array.nbytes for array in jax.tree.leaves(arrays))
-        if shutil.disk_usage(self.folder).free < needed + _MARGIN:  # Orbax itself would fail slowly and loudly
+        if shutil.disk_usage(self.folder).free < needed + _MARGIN:  # Orbax would fail slowly and with many lines
             self._note_failure(OSError(errno.ENOSPC, f"No space left for {needed} bytes"))
             return False
         return True
 
     def write(self, step: int, arrays: PyTree, state: dict[str, Any]) -> None:
-        """Starts writing, after `may_save` returned True; returns when the arrays are copied and may be donated.
-        Collective if there are several processes; the `state` is that of process 0.
-
-        If the checkpoint can't be written (a full disk), the failure is logged and added to `failed`, and the run goes
-        on. Raises `ResumeError` instead if the run has several processes."""
+        """Starts writing, after `may_save` returned True. Returns when the arrays are copied and may be donated. Only
+        the `state` of process 0 is written. Collective. A failure, such as a full disk, is logged and added to
+        `failed`, and the run goes on. In a run of several processes, raises `ResumeError` instead."""
         args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), state=ocp.args.JsonSave(state))
         try:
             self._damage.pop(step, None)
@@ -141,16 +139,16 @@ class Checkpoints:
             self._begin_afresh(error)
 
     def forget_after(self, step: int) -> None:
-        """Removes the checkpoints of later steps, when a run goes on from an older checkpoint."""
+        """Removes the checkpoints of later steps."""
         for later in sorted(self._manager.all_steps(), reverse=True):  # the newest first: a kill leaves no gap
             if later > step:
                 self._manager.delete(later)
         for later in self._there() if jax.process_index() == 0 else ():
-            if later > step:  # so damaged that Orbax does not count it
+            if later > step:  # too damaged for Orbax to list
                 shutil.rmtree(self.folder / str(later))
 
     def wait(self) -> bool:
-        """Waits for the write under way; returns False if it failed."""
+        """Waits for the write under way. Returns False if the write failed."""
         try:
             self._manager.wait_until_finished()
         except _WRITE_ERRORS as error:
@@ -161,17 +159,15 @@ class Checkpoints:
     def restore(
         self, abstract: PyTree, step: int | None = None, make_room: Callable[[], None] = lambda: None
     ) -> tuple[int, PyTree, dict[str, Any]]:
-        """Reads the checkpoint of `step` (default: the newest undamaged one) as `(step, arrays, state)`.
-
+        """Reads the checkpoint of `step` (default: the newest undamaged checkpoint) as `(step, arrays, state)`.
         `abstract` is a pytree of `ShapeDtypeStruct` with the shardings of this run. `make_room` is called after the
-        arrays' shapes are checked, before any array is read. Raises `ResumeError` if there is no undamaged
-        checkpoint, or if its arrays do not fit the model of the configuration.
-        """
-        self.wait()  # Orbax can't describe a checkpoint that it is still writing
+        arrays' shapes are checked, before any array is read. Raises `ResumeError` if there is no undamaged checkpoint,
+        or if its arrays do not fit the model of the configuration."""
+        self.wait()  # Orbax can't describe a checkpoint that is still being written
         step = self.chosen() if step is None else step
         args = ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract), state=ocp.args.JsonRestore())
         try:
-            self._check_fits(step, abstract)  # before any array is read: Orbax's failed reads end noisily, one by one
+            self._check_fits(step, abstract)  # before any array is read, because failed reads of Orbax log many lines
             make_room()
             restored = self._manager.restore(step, args=args)
         except (ValueError, KeyError, FileNotFoundError) as error:
@@ -182,7 +178,6 @@ class Checkpoints:
         return step, restored["arrays"], restored["state"]
 
     def _check_fits(self, step: int, abstract: PyTree) -> None:
-        """Raises ValueError naming the first array that has not the shape in `abstract`, or that only one side has."""
         metadata = self._manager.item_metadata(step)["arrays"]
         if metadata is None:
             raise ValueError("its arrays cannot be found")
@@ -210,7 +205,8 @@ class Checkpoints:
         )
 
     def _begin_afresh(self, error: Exception) -> None:
-        """Replaces the manager: the old manager would report its failure again, a new one removes partial folders."""
+        """Replaces the manager. The old manager would report its failure again; a new manager removes partial
+        folders."""
         if jax.process_count() > 1:  # the other processes are still writing, and would wait for this one
             raise ResumeError(f"a checkpoint can't be written to {self.folder}: {error}") from error
         self._note_failure(error)
@@ -227,8 +223,8 @@ def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
 
 
 class SummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """The folder of a checkpoint that is being written. Orbax completes it under one more temporary name. The folder
-    gets its final name when all files could be read back, are on the disk, and have checksums."""
+    """The folder of a checkpoint that is being written. Orbax completes the folder under a second temporary name. The
+    folder gets its final name when all files were read back, are on the disk, and have checksums."""
 
     async def finalize(self) -> None:
         final = self.get_final()
@@ -253,8 +249,8 @@ def write_sums(folder: pathlib.Path) -> None:
 
 
 def damage(folder: pathlib.Path) -> str:
-    """Returns the name and the damage of a file below `folder` that differs from what `write_sums` read; "" if no
-    file differs. Files that were written later do not count."""
+    """Returns the name and the damage of a file below `folder` that has changed since `write_sums`, or "". Files that
+    were added after `write_sums` do not count."""
     try:
         sums = json.loads((folder / SUMS).read_bytes())
         with ThreadPoolExecutor(_THREADS) as threads:
@@ -277,13 +273,13 @@ def _digest(file: pathlib.Path, *, sync: bool = False) -> str:
 
 
 _LEAST_AT_ONCE = 1e9  # bytes of arrays
-_MARGIN = 2**20  # bytes beside the arrays: metadata, many small files
+_MARGIN = 2**20  # bytes for metadata and many small files, beside the arrays
 _WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Returns False for records of a write that failed within Orbax: hundreds of lines of tracebacks, from its threads
-    and from asyncio, would hide the line of `_note_failure`."""
+    """Returns False for tracebacks through Orbax. After a failed write, hundreds of lines of tracebacks would hide the
+    line of `_note_failure`."""
     trace = record.exc_info[2] if record.exc_info else None
     while trace is not None:
         if f"{os.sep}orbax{os.sep}" in trace.tb_frame.f_code.co_filename:

@@ -1,5 +1,4 @@
-"""A training process other than process 0 carries out the orders of process 0 (`hosts.orders`) on its own rows and
-media."""
+"""Carries out the orders of process 0 (`hosts.orders`) in the other training processes."""
 
 from __future__ import annotations
 
@@ -39,12 +38,12 @@ from .build import describe_model, training_prompts
 from .parts import assemble, serve_engines, settled
 
 log = logging.getLogger(__name__)
-_REMEMBERED = 4  # steps whose announced prompts are kept laid out, because this process may train on them
+_REMEMBERED = 4  # steps whose announced prompts stay laid out for training
 
 
 class Follower:
-    """The parts of a training process other than process 0: its own share of learner, prompts and media. The run
-    folder exists already."""
+    """A training process other than process 0, with its own share of learner, prompts and media. The run folder must
+    exist."""
 
     def __init__(self, config: Config, gang: Gang, run_dir: pathlib.Path, token: str) -> None:
         self._gang = gang
@@ -66,13 +65,13 @@ class Follower:
             gang.exchange(self._engines.addresses)
 
     def close(self) -> None:
-        """Waits for checkpoints under way, and ends threads."""
+        """Waits for checkpoints under way, and ends all threads."""
         if self._engines is not None:
             self._engines.close()
         self._parts.close()
 
     def obey(self, order: Order) -> None:
-        """Has the parts of this process carry out one order of process 0; raises the parts' errors."""
+        """Carries out one order of process 0. Raises the errors of the parts of this process."""
         match order:
             case Begin():
                 self._begin(order)
@@ -129,12 +128,10 @@ class Follower:
 
 
 def follow(gang: Team, algorithm: object) -> None:
-    """Takes part in the training of the run that process 0 begins, until process 0 says that the run is over.
-
-    `algorithm` is this process's `algorithm.name`: the run's folder can't hold an object. Logs to
-    `RUN/processes/process-N.log`; serves its own metrics if `report.prometheus` is set. Raises ConfigError if this host
-    does not see the run's folder or the port is taken, and what `Follower.obey` raises.
-    """
+    """Takes part in the run that process 0 begins, until process 0 ends the run. `algorithm` is the `algorithm.name` of
+    this process, which may be an object that process 0 can't send. Logs to `RUN/processes/process-N.log`. Serves
+    metrics of this process if `report.prometheus` is set. Raises ConfigError if this host does not see the run's folder
+    or the port is taken. Raises the errors of `Follower.obey`."""
     assert isinstance(gang, Gang)
     orders = gang.orders()
     start = next(orders)
@@ -161,7 +158,7 @@ def follow(gang: Team, algorithm: object) -> None:
 
 
 def prometheus_port(config: Config, gang: Team) -> int:
-    """Returns the Prometheus port of this process: that of `report.prometheus` plus the process's rank on its host; 0
-    if there is none."""
+    """Returns the Prometheus port of this process, or 0 without `report.prometheus`. The port is that of
+    `report.prometheus` plus the process's rank on its host."""
     port = config.report.prometheus_address[1]
     return port + gang.rank_here if port else 0

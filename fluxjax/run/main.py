@@ -1,4 +1,4 @@
-"""Runs training once the command line of `python -m fluxjax.train` is read."""
+"""Runs `python -m fluxjax.train` after its command line is read."""
 
 from __future__ import annotations
 
@@ -38,13 +38,12 @@ USER_ERRORS = (
     OrderError,
 )
 
-# Variables by which Open MPI and Slurm say how many processes there are (`hosts.start`).
+# Variables in which Open MPI and Slurm give the number of processes (`hosts.start`).
 _COUNTS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def joined(settings: DistributedConfig, environment: Mapping[str, str]) -> Team:
-    """Returns the team of this process and of the other processes that settings or environment name. Raises what
-    `join` raises."""
+    """Returns the team of all processes that settings or environment name. Raises the errors of `hosts.start.join`."""
     if settings.processes == 1 or not (settings.processes or any(environment.get(n, "1") != "1" for n in _COUNTS)):
         return Team()
     from ..hosts.start import join
@@ -53,9 +52,10 @@ def joined(settings: DistributedConfig, environment: Mapping[str, str]) -> Team:
 
 
 def main(config: Config) -> int:
-    """Trains. Returns the exit status: 0 if the run is complete or was stopped on request, `USER` for an error that the
-    user can mend. If one of several processes fails, all end; `LOST` means that another process failed. A second Ctrl-C
-    or SIGTERM, or one before the trainer exists, ends all processes at once: status 128 + the signal's number."""
+    """Trains, and returns the exit status. The status is 0 if the run is complete or was stopped on request, and `USER`
+    for an error that the user can mend. If one of several processes fails, all processes end; `LOST` means that another
+    process failed. A second Ctrl-C or SIGTERM, or a first before the trainer exists, ends all processes at once with
+    status 128 + the signal's number."""
     use_compile_cache()
     links: Links | None = None
 

@@ -1,5 +1,4 @@
-"""The parts of a run, made from its settled configuration: the parts of every process, the engines, the held-out
-prompts."""
+"""Builds the parts of a run from its settled configuration."""
 
 from __future__ import annotations
 
@@ -50,14 +49,15 @@ _Score = Callable[[Prompt, str], Awaitable[Reward]]
 def settled(
     config: Config, sizes: DecoderConfig, processor: Processor, gang: Team, note: Callable[[str], None] | None
 ) -> Config:
-    """Returns a copy of the configuration that refuses changes. The devices of this process settle `rollout.engines=0`;
-    the pre-flight's memory check settles `sharding.remat=auto`. `note` gets the progress of the check; None: no check.
-    Raises `ConfigError` if there are too few devices, or if the run does not fit into their memory."""
+    """Returns a copy of the configuration that refuses changes. The number of this process's devices replaces
+    `rollout.engines=0`. The result of the pre-flight's memory check replaces `sharding.remat=auto`. `note` gets the
+    progress of the check (None: no check). Raises `ConfigError` if there are too few devices, or if the run does not
+    fit into the devices' memory."""
     config = copy.deepcopy(config)
     if note is not None:
         config.sharding.remat = settled_remat(config, sizes, run_mesh(config), processor.media_token_ids, note)
     config.rollout.engines = engine_count(config, jax.local_devices(), gang.processes)
-    config.validate_scheduling()  # now that the number of engines is settled
+    config.validate_scheduling()  # needs the settled number of engines
     config.settle()
     return config
 
@@ -80,7 +80,7 @@ class Parts:
         return self.models.learner
 
     def close(self) -> None:
-        """Ends threads, and waits for checkpoints under way."""
+        """Ends all threads, and waits for checkpoints under way."""
         self.models.close()
         self.checkpoints.close()
         self.pixels.close()
@@ -97,10 +97,9 @@ def assemble(
     fetched: Callable[[float, float, int], None] = lambda start, end, bytes: None,
     read_only: bool = False,
 ) -> Parts:
-    """Builds the parts of one process from the settled configuration; all processes of a run call it at the same time.
-    `token` and `fetched` are the arguments `token` and `note` of `Pixels`. With `read_only`, nothing changes in the
-    run's folder, and the checkpoint shows whether there is a critic, because the run's own algorithm is not known.
-    Raises `ConfigError`, and what `Pixels` raises."""
+    """Builds the parts of one process from the settled configuration. Collective. `token` and `fetched` are the
+    arguments `token` and `note` of `Pixels`. With `read_only`, nothing changes in the run's folder, and the checkpoint
+    shows whether there is a critic. Raises `ConfigError` and the errors of `Pixels`."""
     pixels = open_pixels(config, processor, gang, run_dir, token, fetched)
     learning = build_learning(
         config,
@@ -126,12 +125,13 @@ def assemble(
 def settled_remat(
     config: Config, model: DecoderConfig, mesh: Mesh, never_sampled: tuple[int, ...], progress: Callable[[str], None]
 ) -> Remat:
-    """Returns the rematerialisation to train with: as configured, or for `auto` the first that fits into memory. If
-    memory is not known or not checked, `auto` is `none`; else, under odc, `auto` is `layer`.
+    """Returns the rematerialisation to train with. For `auto`, this is the first rematerialisation that fits into
+    memory. If memory is unknown or not checked, `auto` becomes `none`. If memory is known, `auto` becomes `layer` under
+    odc.
 
     If a device's memory is known (on GPUs, or by `sharding.device_memory_gib`), the run's largest programs are
-    compiled, except under odc; a compilation cache keeps them for the run. Raises ConfigError, in the pre-flight's
-    words, for a run that needs more memory, and for `offload` on devices without host memory.
+    compiled, except under odc. Raises ConfigError for a run that needs more memory, and for `offload` on devices
+    without host memory.
     """
     settings, room = config.sharding, _room(config)
     if settings.remat is Remat.OFFLOAD and not _has_host_memory():
@@ -161,8 +161,7 @@ def settled_remat(
 
 
 def _room(config: Config) -> DeviceRoom | None:
-    """Returns the memory that training may use on a device; None if the check is turned off, or the memory is not
-    known."""
+    """Returns the memory that training may use on a device, or None if the check is off or the memory is unknown."""
     if not config.sharding.preflight:
         return None
     device = jax.local_devices()[0]
@@ -192,9 +191,9 @@ def make_pool(
     logs: pathlib.Path,
     read_only: bool = False,
 ) -> EnginePool | FleetPool:
-    """Returns the engines that process 0 uses: the engines of its own process or of all processes, or rollout servers.
-    With `read_only`, these are always embedded engines of this process. `checkpoint` makes a folder that servers can
-    start from, and `token` is for the engines of the other processes. Raises the errors of the pools."""
+    """Returns the engines that process 0 uses. These are the embedded engines of all processes, or rollout servers.
+    With `read_only`, these are embedded engines of this process. `checkpoint` makes a folder that servers can start
+    from. `token` is for the engines of the other processes. Raises the errors of the pools."""
     config, model, fetch = parts.config, parts.model, parts.pixels.fetch
     embedded = config.rollout.engine is RolloutEngine.JAX
     if read_only or (embedded and gang.alone):
@@ -239,19 +238,16 @@ class HeldOut:
     score: _Score
     decode: Callable[[Sequence[int]], str]
     sampling: SamplingParams
-    stopping: Callable[[], bool] = bool  # says whether the run is to stop
+    stopping: Callable[[], bool] = bool  # says whether the run should stop
 
     async def accuracy(self, engine: Engine, limit: int | None = None, *, blind: bool = False) -> dict[str, float]:
-        """Returns each source's share of exactly right greedy answers, over its first `limit` prompts. Raises
-        EvaluationGivenUp if the run is to stop before all answers are scored.
-
-        `blind` blanks every pixel (to the mean colour, which is zero after normalisation), to measure what can be
-        answered without looking.
-        """
+        """Returns, for each source, the share of right greedy answers to the first `limit` prompts. Raises
+        EvaluationGivenUp if the run should stop before all answers are scored. `blind` gives every pixel the mean
+        colour (zero after normalisation), to measure the accuracy without sight."""
         asked = [(source, p) for source, prompts in self.prompts.items() for p in prompts[:limit]]
-        await engine.pause()  # one deterministic batch, as in training
+        await engine.pause()  # all requests form one deterministic batch, as in training
         answers = [asyncio.ensure_future(self._answer(engine, i, p, blind)) for i, (_, p) in enumerate(asked)]
-        await asyncio.sleep(0)  # every request is queued before the first is served
+        await asyncio.sleep(0)  # all requests are queued before the first is served
         await engine.resume()
         texts = await self._all("evaluating", answers)
         scores = [self.score(p.prompt, text) for (_, p), text in zip(asked, texts, strict=True)]
@@ -277,12 +273,13 @@ class HeldOut:
     async def _answer(self, engine: Engine, index: int, prepared: PreparedPrompt, blind: bool) -> str:
         inputs = prepared.inputs.laid_out()
         if blind and inputs.vision is not None:
-            patches = inputs.vision.patches_PX  # an array or a shadow: both have a shape
+            patches = inputs.vision.patches_PX  # an array or a shadow, which both have a shape
             blank = dataclasses.replace(inputs.vision, patches_PX=np.zeros(patches.shape, patches.dtype))
             inputs = dataclasses.replace(inputs, vision=blank)
         sampling = dataclasses.replace(self.sampling, temperature=0.0)
         tokens: list[int] = []
-        # Greedy answers need no random numbers; servers order requests by seed, because a network does not keep order.
+        # Greedy answers need no random numbers. Servers order requests by seed, because a network does not keep their
+        # order.
         async for chunk in engine.generate(GenerateRequest(f"held-out-{index:06d}", inputs, sampling, seed=index)):
             tokens.extend(chunk.token_ids)
         return self.decode(tokens)

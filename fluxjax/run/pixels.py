@@ -1,4 +1,4 @@
-"""The pixels of a process: the media store that decodes media, and the materializer that fetches the pixels of
+"""The pixels of a process: the media store, which decodes media, and the materializer, which fetches the pixels of
 batches."""
 
 from __future__ import annotations
@@ -27,11 +27,8 @@ AHEAD = 2  # microbatches whose pixels are fetched ahead
 
 
 class Pixels:
-    """The media store and the materializer of one process, for a model that reads more than text.
-
-    All processes of a run create a `Pixels` at the same time, because they exchange the addresses of their
-    preprocessors.
-    """
+    """The media store and the materializer of one process. The creation of a `Pixels` is collective, because processes
+    exchange the addresses of their preprocessors."""
 
     def __init__(
         self,
@@ -42,10 +39,10 @@ class Pixels:
         token: str,
         note: Callable[[float, float, int], None] = lambda start, end, bytes: None,
     ) -> None:
-        """`token` is that of the run; `note` gets the start, the end and the bytes of each fetch. Raises DataError if
-        the preprocessors can't be started."""
+        """`token` is that of the run. `note` gets the start, the end and the number of bytes of each fetch. Raises
+        DataError if the preprocessors can't be started."""
         self._note, self._metrics = note, DataMetrics()
-        self._began: float | None = None  # when the run began to ask for prompts
+        self._began: float | None = None  # time of the run's first request of prompts
         self._first_batch: float | None = None  # seconds from `begin` to the end of the first fetch
         self._open = contextlib.ExitStack()
         data = config.data
@@ -61,7 +58,7 @@ class Pixels:
             near = NearPixels(self.store, int(data.near_gib * GIB))
             self._open.callback(near.close)
             self.fetch = near.fetch
-        # Process 0 draws prompts for all processes, and the engines of all processes take prompts in turn.
+        # The engines of all processes take the prompts of process 0 in turn.
         self.proxy = ProxyMedia(self.store, MediaIndex(), near, among=gang.processes)
         materializer = Materializer(self.fetch, AHEAD, self._fetched)
         self.materializer = self._open.enter_context(contextlib.closing(materializer))
@@ -73,7 +70,8 @@ class Pixels:
         folder = run_dir / "preprocessors"
         preprocessors = Preprocessors(
             data.preprocessors,
-            # Processes share the run's folder, and each process finds its preprocessors' addresses in their logs.
+            # Each process finds the addresses of its preprocessors in their logs, so that processes need separate
+            # folders.
             folder if gang.alone else folder / f"process-{gang.process}",
             data,
             host="127.0.0.1" if gang.links is None else gang.links.address,
@@ -90,34 +88,31 @@ class Pixels:
         return store
 
     def place_of(self, ticket: str) -> str:
-        """Returns the preprocessor that holds the ticket's medium; `UNKNOWN_PLACE` if no holder is known."""
+        """Returns the preprocessor that holds the ticket's medium, or `UNKNOWN_PLACE`."""
         return self.store.holder(ticket) if isinstance(self.store, FlightStore) else UNKNOWN_PLACE
 
     def hear(self, media: Iterable[tuple[str, str]]) -> None:
-        """Takes note of (ticket, preprocessor that holds the ticket's medium) pairs from process 0."""
+        """Notes pairs (ticket, preprocessor that holds the ticket's medium) from process 0."""
         if isinstance(self.store, FlightStore):
             for ticket, place in media:
                 if place != UNKNOWN_PLACE:
                     self.store.hint(ticket, place)
 
-    # --- what users see of pixels, in process 0 --------------------------------------------------
+    # The methods below are called in process 0.
 
     def begin(self) -> None:
         """Notes that the run begins to ask for prompts."""
         self._began = time.perf_counter()
 
     def begin_steps(self) -> None:
-        """Starts the counts of `metrics` at zero: pixels fetched earlier, as for a warm start, belong to no step."""
+        """Starts the counts of `metrics` at zero, because earlier pixels belong to no step."""
         first, self._first_batch = self._first_batch, None
         self.metrics()
         self._first_batch = first
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics `data/...` of `metrics.jsonl` since the last call.
-
-        Counts of preprocessors are summed over all processes, and a few seconds old. All other counts are of this
-        process alone.
-        """
+        """Returns the metrics `data/...` of `metrics.jsonl` since the last call. Counts of preprocessors cover all
+        processes, and are a few seconds old. All other counts are of this process alone."""
         known = self.store.known if isinstance(self.store, FlightStore) else time.perf_counter()
         metrics = self._metrics.since_last(self.materializer.totals, self.store.stats(), known, self.preprocessors())
         if self._first_batch is not None:
@@ -129,14 +124,14 @@ class Pixels:
         return self.store.statuses() if isinstance(self.store, FlightStore) else []
 
     def lanes(self, spans: Sequence[Span]) -> list[Span]:
-        """Returns a lane of the Gantt picture for each preprocessor, within the time that `spans` covers."""
+        """Returns a lane of the timeline picture for each preprocessor, within the time that `spans` covers."""
         if not isinstance(self.store, FlightStore):
             return []
         now = time.monotonic()
         return look_lanes(self.store.history(), spans, now, time.perf_counter() - now)
 
     def draw(self, file: pathlib.Path) -> None:
-        """Draws which preprocessor held which medium when; without preprocessors, draws nothing."""
+        """Draws which preprocessor held which medium at which time. Without preprocessors, draws nothing."""
         if isinstance(self.store, FlightStore) and (history := self.store.history()):
             media_picture(history, time.monotonic(), file)
 
@@ -150,20 +145,20 @@ class Pixels:
 
 
 class DataMetrics:
-    """Computes a step's metrics of pixels: fetches, decoding, caches, preprocessors."""
+    """Computes a step's metrics of pixels."""
 
     def __init__(self) -> None:
-        self._known = time.perf_counter()  # when the newest stats were read, by `time.perf_counter`
+        self._known = time.perf_counter()  # `time.perf_counter` when the newest stats were read
         self._rate = 0.0  # frames decoded a second
         self._moved, self._stats = Materialized(), StoreStats()  # totals at the last call
-        self._bytes: dict[str, int] = {}  # bytes that each preprocessor has sent, by name
+        self._bytes: dict[str, int] = {}  # by preprocessor: bytes that it has sent
 
     def since_last(
         self, moved: Materialized, stats: StoreStats, known: float, preprocessors: Sequence[PreprocessorStatus]
     ) -> dict[str, float]:
         """Returns the metrics since the last call, by their names in `metrics.jsonl`. `moved` and `stats` are totals.
-        `known` is when `stats` were read, by `time.perf_counter`; the rate of frames stays until newer
-        stats are read."""
+        `known` is the `time.perf_counter` at which `stats` were read. The rate of frames stays until newer stats are
+        read."""
         moved_before, stats_before, self._moved, self._stats = self._moved, self._stats, moved, stats
         size, fetching = moved.bytes - moved_before.bytes, moved.fetching - moved_before.fetching
         frames = stats.decoded_frames - stats_before.decoded_frames
@@ -179,7 +174,7 @@ class DataMetrics:
             "data/queue": float(stats.queue_depth),
             "data/memory_mb": stats.memory_bytes / 1e6,
         }
-        if hits + misses:  # else the share is undefined
+        if hits + misses:  # without requests, the share is undefined
             metrics["data/cache_hits"] = hits / (hits + misses)
         return metrics | self._by_preprocessor(preprocessors)
 

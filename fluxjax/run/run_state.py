@@ -1,4 +1,4 @@
-"""Saves and restores the state of a run: everything that decides how the run goes on."""
+"""Saves and restores the state that decides the rest of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .parts import Parts
 
 class RunState:
     """The coordinator, the position in the prompts, the counts of rewards and summary, the replay buffer, and the
-    models' arrays. Only process 0 has this `runtime.ports.Checkpointer`, and tells the other processes to save or
+    models' arrays. Only process 0 has this `runtime.ports.Checkpointer`. It tells the other processes to save or
     restore their parts."""
 
     def __init__(
@@ -36,18 +36,19 @@ class RunState:
         began: float,
         read_only: bool = False,
     ) -> None:
-        """`policy` makes a user's scheduling policy; None: the configuration has the policy. The summary's total time
-        begins at `began` (`time.monotonic`). `asked` has the run's steps and intervals; `fit` replaces `asked`."""
+        """`policy` makes a user's scheduling policy (None: the configuration names the policy). The summary's total
+        time begins at `began` (`time.monotonic`). The attribute `asked` has the run's steps and intervals, and `fit`
+        replaces it."""
         self._parts, self._gang, self._policy, self._read_only = parts, gang, policy, read_only
         self.asked, self.prompts, self._rewards, self.summary = parts.config, prompts, rewards, summary
-        self.prepared: dict[int, PreparedPrompt] = {}  # prompts that a resumed coordinator still needs, by draw
+        self.prepared: dict[int, PreparedPrompt] = {}  # by draw: prompts that a resumed coordinator still needs
         self.loaded: int | None = None  # the step of the state loaded last; None: no state was loaded
         self.started = False  # whether the warm start is over
-        self._since = began  # when the summary's total was last counted
+        self._since = began  # `time.monotonic` when the summary's total was last counted
         self.begin()
 
     def begin(self) -> None:
-        """Makes a coordinator at step 0, and an empty replay buffer if groups are replayed."""
+        """Makes a coordinator at step 0, and an empty replay buffer if the configuration has replay."""
         asked = self.asked
         every = {"evaluate_every": asked.evaluation.every, "checkpoint_every": asked.checkpoint.every}
         self.coordinator = make_coordinator(self._parts.config, self._policy, steps=asked.steps, **every)
@@ -57,17 +58,16 @@ class RunState:
 
             self.replay = ReplayBuffer(self._parts.config.replay)
 
-    # --- restoring -------------------------------------------------------------------------------
-
     def resume(self) -> int | None:
         """Loads the checkpoint that `load` has loaded, or else the newest undamaged checkpoint. Returns the step, or
-        None if there is none. Loading again is needed: `fit` may have changed the run's steps and prompts."""
+        None without a checkpoint. A second load is needed because `fit` may have changed the run's steps and
+        prompts."""
         step = self._parts.checkpoints.undamaged() if self.loaded is None else self.loaded
         return None if step is None else self.load(step)
 
     def load(self, step: int | None = None) -> int:
-        """Loads the checkpoint of a step, by default the newest; returns its step. Raises `ResumeError`, and
-        `DataError` if a source has changed."""
+        """Loads the checkpoint of a step, by default the newest undamaged checkpoint. Returns the step. Raises
+        `ResumeError`, and `DataError` if a source has changed."""
         checkpoints, models = self._parts.checkpoints, self._parts.models
         step = checkpoints.chosen(step)
         self._gang.tell(Restore(step, self.asked.steps))
@@ -90,7 +90,7 @@ class RunState:
         self.summary = Summary(**state["summary"])
         shapes = self._parts.composer.shapes
         shapes.load_state(state.get("shapes", shapes.state()))
-        self.summary.devices = self._parts.learner.mesh.size  # the mesh may be another than before
+        self.summary.devices = self._parts.learner.mesh.size  # the checkpoint's run may have had another mesh
         self.summary.resumed_from.append(step)
         self.loaded, self.started = step, True
         return step
@@ -98,10 +98,8 @@ class RunState:
     def _again(self, draws: Iterable[int]) -> dict[int, PreparedPrompt]:
         return {prepared.prompt.draw: prepared for prepared in self.prompts.again(draws)}
 
-    # --- saving ----------------------------------------------------------------------------------
-
     def state(self) -> dict[str, Any]:
-        """Returns the state of coordinator, prompts and rewards; see `runtime.ports.Checkpointer`."""
+        """Returns the state of coordinator, prompts and rewards (`runtime.ports.Checkpointer`)."""
         return {
             "coordinator": self.coordinator.state_dict(),
             "source": self.prompts.state_dict(),
@@ -109,7 +107,7 @@ class RunState:
         }
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Starts a checkpoint; see `runtime.ports.Checkpointer`."""
+        """Starts a checkpoint (`runtime.ports.Checkpointer`)."""
         checkpoints, arrays = self._parts.checkpoints, self._parts.models.arrays()
         with self.summary.stage("checkpoint"):
             if not checkpoints.may_save(step, arrays):
@@ -122,8 +120,8 @@ class RunState:
             checkpoints.write(step, arrays, state | further)
 
     def save_now(self) -> None:
-        """Starts a checkpoint. Nothing may generate or train meanwhile. Raises `ResumeError` if the run has not
-        started."""
+        """Starts a checkpoint, while nothing generates or trains. Raises `ResumeError` before the warm start is
+        over."""
         if not self.started:
             raise ResumeError("there is nothing to save yet: the run has not started")
         self.save(self.coordinator.step, self.state())

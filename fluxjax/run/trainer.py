@@ -1,4 +1,4 @@
-"""`FluxTrainer` takes a run from its configuration to its summary. `train.py` is its command line."""
+"""`FluxTrainer` takes a run from its configuration to its summary."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class FluxTrainer:
         trainer = FluxTrainer(config)
         result = trainer.fit()
 
-    Everything it builds is open to inspection: `config` (settled, and frozen), `model`, `processor`, `learner`
-    (parameters on the mesh), `engine`, `coordinator`, `timeline`, `summary`. Raises `ConfigError` for settings that
-    cannot work and `DataError` for data that cannot be read.
+    Public attributes are `config` (settled and frozen), `model`, `processor`, `learner` (parameters on the mesh),
+    `engine`, `coordinator`, `timeline` and `summary`. Raises `ConfigError` for settings that cannot work and
+    `DataError` for data that cannot be read.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class FluxTrainer:
         read_only: bool = False,
         gang: Team | None = None,
     ) -> None:
-        """Builds everything, starts nothing. `algorithm` (as `config.algorithm.name`), `policy` and `rewards` replace
-        those that `config` names (`examples/`). `policy` is called whenever a run begins or is resumed, and returns a
-        new object each time. `rewards` has a function or an object for each source, or a dictionary of several by name.
-        The run folder does not save these objects: resume with the same script. A `read_only` trainer changes nothing
-        in an existing run folder, so that `load_checkpoint` and `evaluate` may be used while the run goes on. `gang`
-        are the processes that train together, if there are several."""
+        """Builds the parts of the run, without training. `algorithm` (as `config.algorithm.name`), `policy` and
+        `rewards` replace the settings of `config` (`examples/`). `policy` returns a new object whenever a run begins or
+        is resumed. `rewards` has, for each source, a function, an object, or a dictionary of several by name. The run
+        folder does not save these objects, so that a resumed run needs the same script. A `read_only` trainer changes
+        nothing in an existing run folder, so that `load_checkpoint` and `evaluate` may be used while the run goes on.
+        `gang` has the processes that train together, if there are several."""
         began = time.monotonic()
         # --- config -----------------------------------------------------------------------------
         config = copy.deepcopy(config)
@@ -128,7 +128,7 @@ class FluxTrainer:
                 # --- engines --------------------------------------------------------------------
                 checkpoint = lambda: server_checkpoint(config, run_dir, self.model, self.processor)  # noqa: E731
                 self.pool = make_pool(parts, gang, token, checkpoint, run_dir / "servers", read_only)
-                self.engines = self.pool.engines  # one list, which `set_parallelism` changes in place
+                self.engines = self.pool.engines  # this list is changed in place by `set_parallelism`
                 self.sampling = sampling_params(config, self.processor)
 
                 # --- rewards --------------------------------------------------------------------
@@ -172,17 +172,18 @@ class FluxTrainer:
 
     @property
     def model(self) -> Decoder:
-        """The model with the weights that the learner has now."""
+        """The model with the learner's present weights."""
         return models.merge(models.split(self.parts.model)[0], self.weights())
 
     def weights(self) -> dict[str, Any]:
-        """The model's current parameters: on the learner's mesh, or, with several processes, in process 0's memory."""
+        """Returns the model's present parameters, which lie on the learner's mesh or, with several processes, in the
+        memory of process 0."""
         self.gang.stepped(self.learner.idle)
         return self.gang.whole(self.learner.weights, self.learner.mesh)
 
     @property
     def held_out(self) -> HeldOut:
-        """The held-out prompts, prepared at the first use and kept."""
+        """The held-out prompts, which are prepared at the first use."""
         if self._held_out is None:
             count = self.config.evaluation.samples
             prompts = held_out_prompts(self.eval_sources, count, self.state.prompts, self.summary.count_skip)
@@ -200,9 +201,9 @@ class FluxTrainer:
         checkpoint_interval: int | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> TrainingResult:
-        """Runs to the end: from the checkpoint that `load_checkpoint` loaded, else from the newest checkpoint of the
-        run folder, else from the start. The configuration has the defaults of all arguments. The `source` of each
-        prompt must be a source of the configuration, whose reward scores the prompt."""
+        """Runs to the end, from the checkpoint that `load_checkpoint` loaded, or else from the newest checkpoint of the
+        run folder, or else from the start. Arguments replace settings of the configuration. The `source` of each prompt
+        must be a source of the configuration, whose reward scores the prompt."""
         self._lock = self._lock or run_folder.lock(self.run_dir)
         asked = copy.deepcopy(self._asked)
         asked.steps = asked.steps if num_steps is None else num_steps
@@ -223,11 +224,11 @@ class FluxTrainer:
         finally:  # the next `fit` goes on from the newest checkpoint
             self._runtime, self.state.loaded = None, None
             self._stopping = self.display.stopping = False
-            self.state.prompts.close()  # no process outlives the run
+            self.state.prompts.close()  # ends threads that read ahead
             self._unlock()
 
     def evaluate(self, limit: int | None = None, *, blind: bool = False) -> dict[str, float]:
-        """Returns the held-out accuracy of each source, with the parameters as they are; `blind` blanks all pixels."""
+        """Returns the held-out accuracy of each source under the present parameters. `blind` blanks all pixels."""
 
         async def measure() -> dict[str, float]:
             await self.engine.update_weights(self.learner.version, self.weights())
@@ -236,34 +237,30 @@ class FluxTrainer:
         return run_async(measure())
 
     def stop(self) -> None:
-        """Ends `fit` at the next step boundary with a checkpoint, or within a step if dynamic sampling would draw more
-        prompts for it. Completes a warm start first; gives up an evaluation. May be called from any thread or signal
-        handler."""
+        """Ends `fit` with a checkpoint after the present step, or within the step if dynamic sampling would draw more
+        prompts for it. A warm start is completed first; an evaluation is given up. May be called from any thread or
+        signal handler."""
         self._stopping = self.display.stopping = True
         if self._runtime is not None:
             self._runtime.request_stop(_STOPPED)
 
     def save_checkpoint(self) -> None:
-        """Saves the state that `fit` or `load_checkpoint` left behind and waits for the disk.
-
-        Raises `ResumeError` if the state cannot be written, and before the first call of `fit` or `load_checkpoint`.
-        Within `fit`, checkpoints are saved by `checkpoint.every`.
-        """
+        """Saves the state after `fit` or `load_checkpoint`, and waits for the disk. Raises `ResumeError` if the state
+        cannot be written, and before the first call of `fit` or `load_checkpoint`."""
         self.state.save_now()
         checkpoints = self.parts.checkpoints
         if not checkpoints.wait():
             raise ResumeError(f"not saved in {checkpoints.folder}: {checkpoints.failed[-1]}")
 
     def load_checkpoint(self, step: int | None = None) -> int:
-        """Restores a checkpoint of this run folder, the newest by default, onto this trainer's mesh; `fit` goes on from
-        there. Returns its step; raises `ResumeError` if there is no checkpoint, or it fits another model.
-
-        Unless an engine serves the learner's arrays, they are freed before the checkpoint's arrays are read, so that no
-        device holds both."""
+        """Restores a checkpoint of this run folder, by default the newest undamaged checkpoint, onto this trainer's
+        mesh. `fit` then goes on from the checkpoint. Returns the step. Raises `ResumeError` if there is no checkpoint,
+        or if it fits another model. The learner's arrays are freed before the checkpoint's arrays are read, except for
+        arrays that an engine serves."""
         return self.state.load(step)
 
     def close(self) -> None:
-        """Ends threads and waits for checkpoints under way. The end of `with trainer:` calls it."""
+        """Ends all threads, and waits for checkpoints under way."""
         self.state.prompts.close()
         self.rewards.close()
         self.pool.close()
@@ -300,7 +297,6 @@ class FluxTrainer:
         return result
 
     def _open(self) -> None:
-        """Resumes the run if it has a checkpoint, and opens its records."""
         state, checkpoints = self.state, self.parts.checkpoints
         resumed = state.resume()  # raises its errors before anything is written
         changes = [] if resumed is None else run_folder.changes(self._asked, self.run_dir)
@@ -309,9 +305,9 @@ class FluxTrainer:
             state.begin()
         else:
             checkpoints.forget_after(resumed)
-        checkpoints.failed.clear()  # an earlier `fit` counted these
+        checkpoints.failed.clear()  # failures of an earlier `fit` are counted already
         with self.summary.stage("data"):
-            _ = self.held_out  # decoded now, not within the first evaluation
+            _ = self.held_out  # prepared now, because the first evaluation should not wait
         shown = self.pool.servers, self.gang.statuses, self.pixels.preprocessors
         resume = None if resumed is None else {"rl": resumed, "eval": self.coordinator.evaluated_step}
         self.metrics = MetricsLog(self.run_dir, self.config.report, *shown, resume=resume)
@@ -345,10 +341,10 @@ class FluxTrainer:
                     self.display.step(step, metrics, {})
         self.gang.tell(Begin("rl", self.state.asked.steps))
         self.models.begin(self.state.asked.steps)
-        if config.sharding.compile_ahead:  # RL has other programs: no shape is compiled for them yet
+        if config.sharding.compile_ahead:  # no shape is compiled for the programs of RL
             composer.shapes.begin_anew()
         self.state.started = True
-        if total:  # a run that is killed before its first periodic checkpoint need not repeat the warm start
+        if total:  # a run that is killed before its next checkpoint need not repeat the warm start
             self.state.save_now()
 
     async def _reinforce(self) -> Finish:
@@ -389,8 +385,8 @@ class FluxTrainer:
         return await self._runtime.run()
 
     async def _evaluated(self, full: bool) -> dict[str, float]:
-        """Returns the held-out accuracy of the weights that the engine serves; without `full`, over at most `_DURING`
-        prompts of a source."""
+        """Returns the held-out accuracy of the engine's weights. Without `full`, at most `_DURING` prompts of each
+        source are answered."""
         samples = self.config.evaluation.samples
         with self.summary.stage("eval"):
             return await self.held_out.accuracy(self.engine, samples if full else min(samples, _DURING))

@@ -1,1 +1,2 @@
-"""Qwen3.5: three layers of Gated DeltaNet to one of gated attention, the tower of Qwen3-VL without DeepStack."""
+"""Qwen3.5: three layers of Gated DeltaNet before each layer of gated attention, and the tower of Qwen3-VL without
+DeepStack."""

@@ -1,7 +1,7 @@
-"""Qwen3.5: a decoder most of whose layers mix tokens by a state (Gated DeltaNet), all others by gated attention.
+"""Qwen3.5: a decoder with layers of Gated DeltaNet and layers of gated attention.
 
-The layers of the two kinds are two stacks. `Qwen35Text` is the decoder alone. `Qwen35` also has the tower of Qwen3-VL;
-the decoder reads only the tower's last layer.
+`Qwen35Text` is the decoder alone. `Qwen35` also has the tower of Qwen3-VL, of which the decoder reads only the last
+layer.
 """
 
 from flax import nnx
@@ -30,7 +30,7 @@ class DeltaLayer(nnx.Module):
         self.mlp = GatedMLP(D, F, bias=False, std=std, rngs=rngs, stack=stack)
 
     def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, mix: Mix[Aux]) -> tuple[Float[Array, "B T D"], Aux]:
-        """Ignores `rotary`: the state meets the tokens in their order."""
+        """Ignores `rotary`, because the state meets the tokens in their order."""
         assert mix.delta is not None
         out, aux = self.delta(self.delta_norm(x), mix.delta)
         x = x + out
@@ -38,7 +38,7 @@ class DeltaLayer(nnx.Module):
 
 
 class Qwen35Text(Decoder):
-    """`Qwen3_5ForCausalLM`."""
+    """The model `Qwen3_5ForCausalLM` of transformers."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs)
@@ -52,6 +52,6 @@ class Qwen35Text(Decoder):
 
 
 class Qwen35(Qwen35Text, Qwen25VL):
-    """`Qwen3_5ForConditionalGeneration`."""
+    """The model `Qwen3_5ForConditionalGeneration` of transformers."""
 
     tower = DeepVisionTower

@@ -1,8 +1,8 @@
-"""The files of a Qwen3.5 checkpoint, with or without a tower: `config.json`, and the names of all weights.
+"""Reads and writes `config.json` and the names of weights of a Qwen3.5 checkpoint.
 
-SGLang needs three fields that transformers leaves out when it writes a config.json: `full_attention_interval`,
-`partial_rotary_factor` outside `rope_parameters`, and an empty `deepstack_visual_indexes`. These fields are added when
-a configuration is read, so that exports have them, too.
+SGLang needs three fields that transformers does not write: `full_attention_interval`, `partial_rotary_factor` outside
+`rope_parameters`, and an empty `deepstack_visual_indexes`. Reading a configuration adds these fields, so that exports
+have them.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from ..tensor_names import PREFIXES, TensorName, Weights, decoder_names, name_we
 TOKENS = dict(zip(TOKEN_IDS, (248056, 248057, 248053, 248054), strict=True))  # the defaults of transformers
 INTERVAL = 4
 SHARE = "partial_rotary_factor"
-# Fields of `DeltaHeads` in config.json, and the values of transformers if the file has none.
+# The names of the fields of `DeltaHeads` in config.json, with the defaults of transformers.
 DELTA = {
     "key_heads": ("linear_num_key_heads", 16),
     "value_heads": ("linear_num_value_heads", 32),
@@ -71,7 +71,6 @@ def read_config(config: JsonObject) -> DecoderConfig:
 
 
 def _completed(config: JsonObject, text: TextConfig) -> JsonObject:
-    """The text settings, with the fields that SGLang needs."""
     return {**config, "full_attention_interval": text.attention_interval, SHARE: text.rotated}
 
 
@@ -105,8 +104,8 @@ def _read_text(config: JsonObject, outer: JsonObject) -> TextConfig:
 
 
 def _rotated(text: JsonObject, where: str) -> tuple[float, JsonObject]:
-    """Returns (the share of a head that is rotated, the settings without this share). The file may have the share
-    beside the rotary settings or among them."""
+    """Returns (the rotated share of a head, the settings without this share). The file may have the share beside the
+    rotary settings or among them."""
     result, found = dict(text), []
     for field in ("rope_parameters", "rope_scaling"):
         result[field] = dict(result.get(field) or {})
@@ -121,7 +120,8 @@ def _rotated(text: JsonObject, where: str) -> tuple[float, JsonObject]:
 
 
 def _interval(config: JsonObject, where: str) -> int:
-    """Returns n if every n-th layer has full attention. Raises ModelConfigError for `layer_types` in another order."""
+    """Returns the n of the rule that every n-th layer has full attention. Raises ModelConfigError for `layer_types`
+    that break this rule."""
     kinds = config.get("layer_types")
     interval = config.get("full_attention_interval", INTERVAL)
     if kinds:
@@ -170,7 +170,7 @@ def text_model_names(config: DecoderConfig, weights: Weights) -> list[TensorName
 
 
 def tensor_names(config: DecoderConfig, weights: Weights) -> list[TensorName]:
-    """Every weight of the model, each exactly once, under the names of `config.names`."""
+    """Returns the name of every weight of the model, by the layout `config.names`."""
     return [*tower_names(config, weights), *_text_names(config, weights, PREFIXES[config.names][1])]
 
 

@@ -1,1 +1,1 @@
-"""Attention over packed rows and over streams of tiles; log-probabilities over the vocabulary on NVIDIA GPUs."""
+"""Kernels of attention, of the gated delta rule, and of log-probs over the vocabulary."""

@@ -1,18 +1,17 @@
-"""Attention over packed rows: a Triton kernel on NVIDIA GPUs, portable JAX elsewhere.
+"""Attention over packed rows, with a Triton kernel on NVIDIA GPUs and portable JAX elsewhere.
 
-Segments and branches describe the mask. The mask exists as booleans only for the chunk of queries that is computed.
+Segments and branches describe the mask. Booleans of the mask exist only for the chunk of queries that is computed.
 
-`segment_attention` is exact within contiguous segments of a long packed axis, without a quadratic matrix. Segments are
-runs of equal numbers; 0 is padding. If no run is longer than `bound`, the axis is cut into blocks of `bound`, and a
-query finds its complete segment in its own block and the two blocks beside it. The cost of a query then grows with
-`3 * bound`, not with the length of the axis. The backward pass computes the scores again, which is faster on CPUs than
-storing them. Without a bound, or with a bound that saves nothing, every query looks at all keys; `attention` bounds the
-memory of the scores. On NVIDIA GPUs the kernel finds the tiles of each segment without a bound.
+`segment_attention` attends within contiguous segments of a long packed axis, without a quadratic matrix. Segments are
+runs of equal numbers; 0 is padding. If no run is longer than `bound`, the axis is cut into blocks of `bound`. A query
+then finds its complete segment in its own block and the two neighbouring blocks, at a cost of `3 * bound` keys. The
+backward pass computes the scores again, which is faster on CPUs than storing them. Without a bound, or with a bound
+that saves nothing, every query looks at all keys. On NVIDIA GPUs the kernel finds the tiles of each segment without a
+bound.
 
 `packed_attention` is causal. Masks and lists of tiles are computed once for all layers of a model. Short rows are
-computed with all their scores, in a few large products. In long rows the mask excludes most scores: they belong to
-another segment, another branch or the future. The long rows therefore form one stream, and only tiles with a score that
-the mask allows are computed (`tiles`).
+computed with all their scores, in a few large products. In long rows the mask excludes most scores. Long rows therefore
+form one stream, of which only tiles with an allowed score are computed (`tiles`).
 """
 
 import dataclasses
@@ -28,15 +27,16 @@ from .tiles import tile_attention, tile_list
 
 Attention = Callable[[Array, Array, Array], Array]  # (q_BTNH, k_BTKH, v_BTKH) -> out_BTNH
 
-LONG_ROW = 512  # tokens; rows of this length and longer rows are cut into tiles
-WHOLE_SCORES = 1 << 26  # the most scores that are computed at once (256 MB in float32)
+LONG_ROW = 512  # tokens; rows of at least this length are cut into tiles
+WHOLE_SCORES = 1 << 26  # the most scores that are computed at once (256 MiB in float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """The keys that a query reaches: keys of the same non-zero segment; if `branches` are given, of branch 0 or the
-    query's branch; if `causal`, at no later index of the row. A row may have fewer queries than keys: the
-    queries are its last tokens. `visits` are lists of tiles for `flash`; None: `attention` makes them."""
+    """The keys that a query reaches. A key must have the query's segment, which is not 0. With `branches`, the key must
+    have branch 0 or the query's branch. If `causal`, the key must not be later in the row than the query. If a row has
+    fewer queries than keys, the queries are the row's last tokens. `visits` are the lists of tiles for `flash` (None:
+    `attention` makes the lists)."""
 
     segments: Int[Array, "B S"]
     branches: Int[Array, "B S"] | None = None
@@ -44,17 +44,18 @@ class Mask:
     visits: flash.Visits | None = None
 
     def dense(self) -> Bool[Array, "B S S"]:
-        """The mask as booleans, with a query for every key."""
+        """Returns the mask as booleans, with a query for every key."""
         return self.of(*self.queries(self.segments.shape[1]))
 
     def queries(self, tokens: int) -> tuple[Array, Array | None, Array]:
-        """The segments, branches and indices in the row, `[B, T]` each, of the last `tokens` tokens of each row."""
+        """Returns the segments, branches and indices in the row, `[B, T]` each, of the last `tokens` tokens of each
+        row."""
         before = self.segments.shape[1] - tokens
         segments, branches = jax.tree.map(lambda x: x[:, before:], (self.segments, self.branches))
         return segments, branches, jnp.broadcast_to(before + jnp.arange(tokens), segments.shape)
 
     def of(self, segments: Array, branches: Array | None, index: Array) -> Bool[Array, "B T S"]:
-        """The mask of some queries of each row, by their segments, branches and indices in the row, `[B, T]` each."""
+        """Returns the mask of the queries with these segments, branches and indices in the row, `[B, T]` each."""
         query, key = segments[:, :, None], self.segments[:, None, :]
         allowed = (query == key) & (key != 0)
         if branches is not None and self.branches is not None:
@@ -73,13 +74,10 @@ def attention(
     *,
     whole_scores: int = WHOLE_SCORES,
 ) -> Float[Array, "B T N H"]:
-    """Grouped-query attention. Scores and softmax are float32.
-
-    A query that reaches no key (padding) returns zeros, and its gradient is zero, never NaN. If there are more than
-    `whole_scores` scores (rows x heads x queries x keys), they are computed for one chunk of queries at a time, and
-    again in the backward pass: memory is linear in the length. Only one chunk of a `Mask` then exists as booleans. On
-    NVIDIA GPUs, `flash` computes with a `Mask`, and holds no scores in memory.
-    """
+    """Grouped-query attention. Scores and softmax are float32. A query that reaches no key (padding) returns zeros, and
+    its gradient is zero. More than `whole_scores` scores (rows x heads x queries x keys) are computed for one chunk of
+    queries at a time, and again in the backward pass. Memory is then linear in the length. On NVIDIA GPUs, `flash`
+    computes with a `Mask`, and holds no scores in memory."""
     if isinstance(mask, Mask) and flash.chosen(q, k, v):
         visits = mask.visits or flash.visits_of(mask.segments, mask.branches, mask.causal, q, k.shape[1] - q.shape[1])
         return flash.flash_attention(q, k, v, visits)
@@ -90,7 +88,7 @@ def attention(
     chunks = -(-T // chunk)
 
     def split(x: Array) -> Array:
-        """`[B, T, ...]` -> `[chunks, B, chunk, ...]`, filled up with zeros: queries of segment 0 reach no key."""
+        """`[B, T, ...]` -> `[chunks, B, chunk, ...]`, filled up with zeros (queries of segment 0)."""
         x = jnp.pad(x, [(0, 0), (0, chunks * chunk - T)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(B, chunks, chunk, *x.shape[2:]), 1, 0)
 
@@ -104,11 +102,8 @@ def attention(
 
 
 def _attend(q: Array, k: Array, v: Array, allowed: Array) -> Array:
-    """Attention of a chunk of queries under a dense mask.
-
-    Heads are moved to the front first, and the division by the softmax's sum comes last: on CPUs this takes half the
-    time of a plain einsum of two batched axes, at short lengths a quarter.
-    """
+    """Heads are moved to the front first, and the division by the softmax's sum comes last. On CPUs this takes at most
+    half the time of a plain einsum of two batched axes."""
     B, T, N, H = q.shape
     S, K = k.shape[1], k.shape[2]
     R = N // K  # query heads that read each KV head
@@ -132,11 +127,8 @@ def segment_attention(
     segments: Int[Array, " P"],
     bound: int = 0,
 ) -> Float[Array, "P N H"]:
-    """Bidirectional attention within segments. `bound` is static: at least the longest segment's length; 0 if unknown.
-
-    A `bound` smaller than a segment would cut the segment silently. Take the bound from the data
-    (`models.inputs.frame_bound`) or from the architecture (the window size). Padding returns zeros.
-    """
+    """Bidirectional attention within segments. The static `bound` is at least the length of the longest segment, or 0
+    if the length is unknown. A `bound` smaller than a segment cuts the segment silently. Padding returns zeros."""
     if bound and 3 * bound < q.shape[0] and not flash.chosen(q, k, v):
         return jax.checkpoint(functools.partial(_blocked, block=bound))(q, k, v, segments)
     return attention(q[None], k[None], v[None], Mask(segments[None], causal=False))[0]
@@ -151,14 +143,14 @@ def _blocked(q: Array, k: Array, v: Array, segments: Array, *, block: int) -> Ar
 
 
 def _blocks(x: Array, size: int) -> Array:
-    """`[P, ...]` -> `[blocks, size, ...]`, the last block filled up with zeros (segment 0)."""
+    """`[P, ...]` -> `[blocks, size, ...]`, with zeros (segment 0) at the end of the last block."""
     count = -(-x.shape[0] // size)
     x = jnp.pad(x, [(0, count * size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
     return x.reshape(count, size, *x.shape[1:])
 
 
 def _with_neighbours(x: Array) -> Array:
-    """`[blocks, size, ...]` -> `[blocks, 3 * size, ...]`: the block before, itself, the block after."""
+    """`[blocks, size, ...]` -> `[blocks, 3 * size, ...]`, each block between its two neighbours."""
     edge = jnp.zeros_like(x[:1])
     return jnp.concatenate([jnp.concatenate([edge, x[:-1]]), x, jnp.concatenate([x[1:], edge])], axis=1)
 
@@ -166,8 +158,9 @@ def _with_neighbours(x: Array) -> Array:
 def packed_attention(
     segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], queries: flash.Like = None
 ) -> Attention:
-    """Attention under a causal `Mask` with branches, as a function of queries, keys and values. Both arrays may be
-    tracers. `queries` has the dtype and the head size of all layers' queries; without it, each layer lists tiles."""
+    """Returns attention under a causal `Mask` with branches, as a function of queries, keys and values. Both arrays may
+    be tracers. `queries` has the dtype and the head size of all layers' queries. Without `queries`, each layer lists
+    its tiles."""
     B, T = segments_BT.shape
     visits = None
     if queries is not None and flash.chosen(queries):
@@ -175,7 +168,7 @@ def packed_attention(
     mask = Mask(segments_BT, branches_BT, visits=visits)
     if T < LONG_ROW:
         return lambda q, k, v: attention(q, k, v, mask)
-    # Segments of different rows get different numbers, in the order of the rows.
+    # Segments of different rows get different, ascending numbers.
     rows_B1 = jnp.arange(B, dtype=segments_BT.dtype)[:, None] * (jnp.max(segments_BT) + 1)
     apart_BT = jnp.where(segments_BT != 0, segments_BT + rows_B1, 0)
     tiles = tile_list(apart_BT.reshape(-1), branches_BT.reshape(-1))

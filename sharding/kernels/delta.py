@@ -1,20 +1,20 @@
-"""The gated delta rule (Gated DeltaNet, arXiv:2412.06464) over packed rows, in chunks of matrix products.
+"""The gated delta rule (Gated DeltaNet, arXiv:2412.06464) over packed rows, computed by matrix products over chunks.
 
 Each value head has a state, a matrix `[H, J]` from keys to values. A token decays the state, corrects the value under
 the token's key, and reads the value under the token's query:
 
     S = exp(log_decay) * S;  S = S + k (beta * (v - S^T k))^T;  out = S^T q
 
-Within a chunk of C tokens that begins with S, the corrections U are the solution of a triangular system (the UT
-transform of DeltaNet, arXiv:2406.06484), and only two products a chunk depend on the chunk before:
-`U = U0 - W S` and the next state. `PackedRuns` says with which state a chunk begins.
+Within a chunk of C tokens, the corrections U solve a triangular system (the UT transform of DeltaNet,
+arXiv:2406.06484). Only two products of a chunk depend on the state S before the chunk: `U = U0 - W S` and the next
+state. `PackedRuns` says with which state a chunk begins.
 
-Blocks of chunks are computed one after another. The backward pass computes a block again, from the state before the
-block, so that memory holds the states of one block, not of all tokens. Everything is float32 with full precision: TF32
-would lose three digits.
+Blocks of chunks are computed one after another. The backward pass computes a block again from the state before the
+block, so that memory holds the states of one block. Everything is float32 with full precision, because TF32 would lose
+three digits.
 
-Axes of this file: `N` chunks of `C` cells; `K` key heads, each read by `R` value heads (`V = K * R`); `H` numbers of a
-key, `J` of a value; `X` channels of the convolution: queries, keys, values of all heads.
+Axes of this file: `N` chunks of `C` cells, `K` key heads, `V = K * R` value heads (`R` for each key head), `H` numbers
+of a key, `J` numbers of a value, `X` channels of the convolution (queries, keys and values of all heads).
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ from ..mesh import varying_zero
 from .delta_heads import DeltaHeads
 from .runs import TAIL, ChunkStart, PackedRuns
 
-BLOCK = 8  # chunks of a block; from 4 to 32, memory grows, and on CPUs the time is the same
+BLOCK = 8  # chunks of a block; from 4 to 32, memory grows, and the time on CPUs is the same
 UNROLL = 1  # chunks of an iteration of the loop over states
-SMALL = 8  # most rows of matrices that are multiplied as sums, which then cost less than a library's product
+SMALL = 8  # matrices of at most this many rows are multiplied as sums, which are faster than a library's product
 NORM_EPS = 1e-6  # added to the sum of squares of a query or key, under the root
 
 _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -41,8 +41,9 @@ _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, prefer
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeltaInputs:
-    """The inputs of the mixing of a layer's tokens: queries, keys and values before the convolution; the logarithm of
-    the decay, at most 0, and beta, 0 to 1, both float32; the convolution's weight, oldest token first."""
+    """The inputs of the mixing of a layer's tokens. `channels_BTX` are queries, keys and values before the convolution.
+    `log_decay_BTV` is at most 0, and `beta_BTV` from 0 to 1, both float32. `conv_XS` is the convolution's weight,
+    oldest token first."""
 
     channels_BTX: Any
     log_decay_BTV: Any
@@ -53,7 +54,7 @@ class DeltaInputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeltaState:
-    """The state behind sequences: the states of all heads, float32, and the inputs of the convolution of the last three
+    """The state after sequences: the float32 states of all heads, and the convolution's inputs of the last three
     tokens, oldest first."""
 
     heads_BVHJ: Any
@@ -61,7 +62,8 @@ class DeltaState:
 
 
 def new_state(heads: DeltaHeads, rows: int, dtype: DTypeLike) -> DeltaState:
-    """The state before the first token of `rows` sequences, all zero. The convolution's inputs have this `dtype`."""
+    """Returns the state before the first token of `rows` sequences, all zero. The convolution's inputs have this
+    `dtype`."""
     states = jnp.zeros((rows, heads.value_heads, heads.key_size, heads.value_size), jnp.float32)
     return DeltaState(states, jnp.zeros((rows, TAIL, heads.channels), dtype))
 
@@ -69,11 +71,9 @@ def new_state(heads: DeltaHeads, rows: int, dtype: DTypeLike) -> DeltaState:
 def delta_rule(
     inputs: DeltaInputs, heads: DeltaHeads, runs: PackedRuns, state: DeltaState | None = None, block: int = BLOCK
 ) -> tuple[Float[Array, "B T V J"], DeltaState]:
-    """Convolution and delta rule over packed rows. Returns (outputs, the state behind each row's last run).
-
+    """Computes convolution and delta rule over packed rows. Returns (outputs, the state after each row's last run).
     Outputs are float32, and zero at padding. `runs` that were made with `given` need the `state` before the rows. The
-    backward pass computes `block` chunks at a time.
-    """
+    backward pass computes `block` chunks at a time."""
     x, runs = inputs.channels_BTX, jax.tree.map(jnp.asarray, runs)
     B, N, C = runs.columns_BNC.shape
     given = new_state(heads, B, x.dtype) if state is None else state
@@ -105,7 +105,8 @@ def delta_rule(
 
 
 def delta_step(inputs: DeltaInputs, heads: DeltaHeads, state: DeltaState) -> tuple[Float[Array, "B 1 V J"], DeltaState]:
-    """Convolution and delta rule of one token a row, for decoding. Returns (outputs, float32; new states)."""
+    """Computes convolution and delta rule of one token in each row, for decoding. Returns (float32 outputs, new
+    states)."""
     x_B4X = jnp.concatenate([state.channels_B3X.astype(inputs.channels_BTX.dtype), inputs.channels_BTX], axis=1)
     q, k, v = (x[:, 0] for x in _queries_keys_values(_convolved(x_B4X, inputs.conv_XS), heads))
     log_decay, beta = (_grouped(x[:, 0], heads)[..., None] for x in (inputs.log_decay_BTV, inputs.beta_BTV))
@@ -123,7 +124,8 @@ def _grouped(x: Array, heads: DeltaHeads, axis: int = 1) -> Array:
 
 
 def _convolved(x: Float[Array, "*rows S X"], weight: Float[Array, "X 4"]) -> Float[Array, "*rows T X"]:
-    """The causal convolution of each channel and SiLU, float32: `T = S - 3` results, each from four tokens."""
+    """Computes the causal convolution of each channel, and SiLU, in float32. Each of `T = S - 3` results is from four
+    tokens."""
     tokens = x.shape[-2] - TAIL
     wide, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     shifted = (wide[..., i : i + tokens, :] for i in range(TAIL + 1))
@@ -131,7 +133,7 @@ def _convolved(x: Float[Array, "*rows S X"], weight: Float[Array, "X 4"]) -> Flo
 
 
 def _queries_keys_values(x: Float[Array, "*rows X"], heads: DeltaHeads) -> tuple[Array, Array, Array]:
-    """Queries and keys `[..., K, H]` of norm 1 (queries times `H**-0.5`), values `[..., K, R, J]`."""
+    """Returns queries and keys `[..., K, H]` of norm 1 (queries times `H**-0.5`), and values `[..., K, R, J]`."""
     size = heads.key_heads * heads.key_size
     q, k, v = jnp.split(x, [size, 2 * size], axis=-1)
     q, k = (part.reshape(*x.shape[:-1], heads.key_heads, heads.key_size) for part in (q, k))
@@ -140,16 +142,16 @@ def _queries_keys_values(x: Float[Array, "*rows X"], heads: DeltaHeads) -> tuple
 
 
 def _block(heads: DeltaHeads, conv_XS: Array, carry: tuple[Array, Array], chunks: tuple[Array, ...]) -> tuple:
-    """Computes the chunks `[n, B, ...]` of a block. `chunks` are the channels, with three tokens before each chunk,
-    log_decay, beta and `ChunkStart`. `carry` is the state and the kept state of a prompt, `[B, K, R, H, J]`. Outputs
-    are `[n, B, C, K, R, J]`."""
+    """Computes the chunks `[n, B, ...]` of a block. `chunks` are the channels (with the three tokens before each
+    chunk), log_decay, beta and `ChunkStart`. `carry` is the present state and the kept state of a prompt, `[B, K, R, H,
+    J]` each. Outputs are `[n, B, C, K, R, J]`."""
     channels, log_decay, beta, start = chunks
     q, k, v = _queries_keys_values(_convolved(channels, conv_XS), heads)
     q, k, v = jnp.moveaxis(q, 2, 3), jnp.moveaxis(k, 2, 3), jnp.moveaxis(v, 2, 4)  # [n, B, K, C, H], [n, B, K, R, C, J]
     log_decay, beta = (jnp.moveaxis(_grouped(x, heads, 3), 2, 4) for x in (log_decay, beta))  # [n, B, K, R, C]
     q, k, beta = q[:, :, :, None], k[:, :, :, None], beta[..., None]
     C = log_decay.shape[-1]
-    # The sum since the chunk's beginning, as a product: XLA computes the operand of a `cumsum` again for each term.
+    # A product sums from the chunk's beginning, because XLA computes the operand of a `cumsum` again for each term.
     total = _dot("...S,CS->...C", log_decay, jnp.tri(C))[..., None]
     lower = jnp.broadcast_to(jnp.tri(C, dtype=bool), (*log_decay.shape, C))
     between = jnp.exp(jnp.where(lower, total - jnp.swapaxes(total, -1, -2), -jnp.inf))  # decay from token to token
@@ -169,11 +171,9 @@ def _block(heads: DeltaHeads, conv_XS: Array, carry: tuple[Array, Array], chunks
 def _states(
     corrections: Array, reads: Array, writes: Array, decay: Array, start: Array, carry: tuple[Array, Array]
 ) -> tuple[Array, Array, tuple[Array, Array]]:
-    """The recurrence from chunk to chunk. The argument `corrections` `[n, ..., C, J]` holds for chunks that begin with
-    S = 0. `reads @ S` is subtracted from `corrections`; then `writes^T @ corrections` is added to `decay * S`.
-
-    Returns (the state S with which each chunk begins, corrections, carry).
-    """
+    """The recurrence from chunk to chunk. The argument `corrections` `[n, ..., C, J]` is that of chunks that begin with
+    S = 0. `reads @ S` is subtracted from `corrections`. The next state is `decay * S + writes^T @ corrections`. Returns
+    (the state S with which each chunk begins, corrections, carry)."""
     return _states_forward(corrections, reads, writes, decay, start, carry)[0]
 
 
@@ -220,7 +220,7 @@ _states.defvjp(_states_forward, _states_backward)
 
 @jax.custom_vjp
 def _solved(system: Float[Array, "*n C C"], right: Float[Array, "*n C J"]) -> Float[Array, "*n C J"]:
-    """`(I + system)^-1 right`, `system` strictly lower triangular."""
+    """`(I + system)^-1 right` of a strictly lower triangular `system`."""
     return _solved_forward(system, right)[0]
 
 
@@ -241,11 +241,9 @@ _solved.defvjp(_solved_forward, _solved_backward)
 
 
 def _inverse(system: Array) -> Array:
-    """`(I + system)^-1` of a strictly lower triangular `system`, by halves: the inverse of `[[A, 0], [B, D]]` is
-    `[[A^-1, 0], [-D^-1 B A^-1, D^-1]]`.
-
-    No power of `system` is formed: where keys repeat, powers have binomial coefficients as entries, and cancel.
-    """
+    """`(I + system)^-1` of a strictly lower triangular `system`. The inverse of `[[A, 0], [B, D]]` is `[[A^-1, 0],
+    [-D^-1 B A^-1, D^-1]]`. Powers of `system` are avoided, because they have large entries of both signs where keys
+    repeat."""
     size = system.shape[-1]
     if size == 1:
         return jnp.ones_like(system)
@@ -257,7 +255,7 @@ def _inverse(system: Array) -> Array:
 
 
 def _small_dot(a: Array, b: Array) -> Array:
-    """`a @ b`. A batch of matrices up to `SMALL` is multiplied as sums, which become one loop."""
+    """`a @ b`. Small matrices are multiplied as sums, which become one loop."""
     if a.shape[-1] > SMALL:
         return _dot("...CS,...SJ->...CJ", a, b)
     return jnp.sum(a[..., None] * b[..., None, :, :], axis=-2)
@@ -265,7 +263,8 @@ def _small_dot(a: Array, b: Array) -> Array:
 
 @jax.custom_vjp
 def _exchange(x: Float[Array, "B T X"], there_BS: Int[Array, "B S"], back_BT: Int[Array, "B T"]) -> Array:
-    """`x[there]`, zero where `there` is -1. `back` is the inverse of `there`: gradients are gathered, not scattered."""
+    """`x[there]`, zero where `there` is -1. `back` is the inverse of `there`, so that gradients are gathered, not
+    scattered."""
     return _taken(x, there_BS)
 
 

@@ -5,8 +5,8 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class DeltaHeads:
-    """The heads of a layer. Value head `i` reads with the queries and keys of key head `i // (value_heads /
-    key_heads)`. Raises ValueError if the quotient is no integer."""
+    """The heads of a layer. Value head `i` uses the queries and keys of key head `i // (value_heads / key_heads)`.
+    Raises ValueError if `value_heads` is no multiple of `key_heads`."""
 
     key_heads: int
     value_heads: int
@@ -19,5 +19,5 @@ class DeltaHeads:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: queries, keys, values of all heads, in this order."""
+        """The number of channels of the convolution, which are queries, keys and values of all heads, in this order."""
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size

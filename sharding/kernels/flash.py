@@ -1,9 +1,8 @@
-"""Attention over packed rows on NVIDIA GPUs: launches the Triton kernels of `flash_kernels` through jax-triton.
+"""Attention over packed rows on NVIDIA GPUs, by the Triton kernels of `flash_kernels`.
 
 Scores are cut into tiles. Lists say which tiles of keys each tile of queries visits, and which tiles of queries each
-tile of keys visits for its gradients. The device computes the lists from the least and largest segment and branch of
-each tile, once for all layers. Tiles of padding, or of different segments or branches, are not visited. Memory is
-linear in the length.
+tile of keys visits for its gradients. The device computes the lists once for all layers, from the least and largest
+segment and branch of each tile. Memory is linear in the length.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..mesh import Tiling, launch, runs_triton, target
 
-# Says, while a program is traced, whether the kernels can compute attention over these arrays (see `runs_triton`).
+# Says, at tracing, whether the kernels can compute attention over these arrays (see `runs_triton`).
 chosen = functools.partial(runs_triton, multiple=8, most=128)
 
 Like: TypeAlias = jax.ShapeDtypeStruct | None  # shape and dtype of the queries of every layer; None: unknown
@@ -31,13 +30,13 @@ class Visits:
     """The tiles that the kernels visit under a `sharding.kernels.attention.Mask`. `lists` and `tilings` have an entry
     for each kernel of `KERNELS`."""
 
-    segments: Any  # i32 [B, filled], filled up with segment 0 to full tiles
+    segments: Any  # i32 [B, filled], with segment 0 at the ends to fill tiles
     branches: Any  # i32 [B, filled]
     lists: tuple[tuple[Any, Any], ...]  # results of `tile_lists`
     tilings: tuple[Tiling, ...] = dataclasses.field(metadata={"static": True})
     causal: bool = dataclasses.field(metadata={"static": True})
     ahead: int = dataclasses.field(default=0, metadata={"static": True})  # keys of a row before the first query's key
-    fill: int = dataclasses.field(default=0, metadata={"static": True})  # the part of `ahead` that is padding
+    fill: int = dataclasses.field(default=0, metadata={"static": True})  # padded keys at the start of a row
 
 
 def visits_of(
@@ -47,9 +46,9 @@ def visits_of(
     queries: Array | jax.ShapeDtypeStruct,
     ahead: int = 0,
 ) -> Visits:
-    """Returns the lists of rows whose first `ahead` keys have no query. `queries` give the dtype and the head size;
-    `chosen(queries)` must be true. Call this outside the loop over layers: a layer that is computed again would list
-    the tiles again."""
+    """Returns the tiles to visit in rows whose first `ahead` keys have no query. `queries` give the dtype and the head
+    size, and `chosen(queries)` must be true. Must be called outside the loop over layers, because a layer that is
+    computed again would list the tiles again."""
     capability = target().capability
     tilings = tuple(tiling_of(kernel, queries.dtype, queries.shape[-1], capability) for kernel in KERNELS)
     largest = max(size for tiling in tilings for size in tiling.sizes)
@@ -66,13 +65,13 @@ def visits_of(
 
 
 def tiling_of(kernel: str, dtype: Any, head: int, capability: int) -> Tiling:
-    """The sizes of a kernel's tiles of queries and keys: the largest tiles that ptxas fits into registers.
+    """Returns the sizes of a kernel's tiles of queries and keys, which are the largest that ptxas fits into registers.
 
-    Only the settings of bfloat16 heads of 128 on Hopper were timed on a GPU (`benchmarks/results/gpu_h100.json`).
-    An exception is `key_gradients` there, which is a fifth quicker with tiles that spill some registers.
+    Only the settings of bfloat16 heads of 128 on Hopper were timed on a GPU (`benchmarks/results/gpu_h100.json`). As an
+    exception, `key_gradients` then has larger tiles that spill some registers, and is a fifth faster.
 
     Tensor cores of Hopper and of data centres' Blackwell read from shared memory, which leaves more registers free.
-    These GPUs also have more shared memory: 227 KiB, while other GPUs have 99 KiB at least.
+    These GPUs have 227 KiB of shared memory, other GPUs at least 99 KiB.
     """
     wide = head > 64
     if jnp.dtype(dtype).itemsize == 4:
@@ -93,12 +92,12 @@ def tiling_of(kernel: str, dtype: Any, head: int, capability: int) -> Tiling:
 def forward(
     q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], visits: Visits
 ) -> tuple[Float[Array, "B T N H"], tuple]:
-    """Grouped-query attention under the mask of `visits`; a query that reaches no key returns zeros. Only rows with a
-    query for every key (S = T) have gradients.
+    """Computes grouped-query attention under the mask of `visits`. A query that reaches no key returns zeros. Only rows
+    with a query for every key (S = T) have gradients.
 
     Scores, softmax and sums are float32. A product of float32 numbers is computed by three products of TF32 or six of
-    bfloat16, which are about as exact. Returns the outputs and the arrays that `backward` needs. One array is the log
-    of the sum of exponentiated scores, `[B, N, T]` float32, 0 where a query reaches no key.
+    bfloat16, which are about as exact. Returns the outputs, and the arrays that `backward` needs. These include the log
+    of the sum of exponentiated scores, `[B, N, T]` float32, which is 0 for a query that reaches no key.
     """
     B, T, N, _ = q.shape
     outs = (jax.ShapeDtypeStruct(q.shape, v.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32))
@@ -107,9 +106,9 @@ def forward(
 
 
 def backward(kept: tuple, dout: Array) -> tuple[Array, Array, Array, None]:
-    """Gradients of q, k and v, summed in float32 and returned in the dtypes of q, k and v."""
+    """Returns the gradients of q, k and v, summed in float32, in the dtypes of q, k and v."""
     q, k, v, out, lse, visits = kept
-    # This is no matrix product, because a GPU might compute a matrix product in TF32.
+    # A matrix product might be computed in TF32.
     slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     arrays, like = (q, k, v), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
     (dq,) = _call("query_gradients", arrays, (dout, lse, slope), visits, like[:1])
@@ -124,7 +123,6 @@ flash_attention.defvjp(forward, backward)
 def _call(
     kernel: str, qkv: tuple[Array, Array, Array], more: tuple[Array, ...], visits: Visits, outs: Any
 ) -> list[Array]:
-    """Runs a kernel over all tiles of queries (`key_gradients`: of keys), all heads and rows."""
     (B, _, N, H), K = qkv[0].shape, qkv[1].shape[2]
     place = KERNELS.index(kernel)
     (tiles, counts), tiling = visits.lists[place], visits.tilings[place]
@@ -155,15 +153,13 @@ def _call(
 def tile_table(
     segments: Int[Array, "B S"], branches: Int[Array, "B S"], queries: int, keys: int, causal: bool
 ) -> tuple[Bool[Array, "B Q K"], Bool[Array, "B Q K"]]:
-    """The tiles in which any query may reach a key, and the tiles among them in which every query reaches every key.
-
-    S is a multiple of the tiles' sizes. The first table never lacks a tile. It has needless tiles at borders of
-    segments, where branches are not compared, and where segments are not numbered in their order in the row.
-    """
+    """Returns the tiles in which any query may reach a key, and the tiles in which every query reaches every key. S is
+    a multiple of the tiles' sizes. The first table has every needed tile. It also has needless tiles at borders of
+    segments, where branches are not compared, and in rows whose segment numbers do not ascend."""
     most = jnp.iinfo(jnp.int32).max
 
     def ends(x: Array, size: int) -> tuple[Array, Array, Array]:
-        """Each tile's (least value, largest value, whether all tokens are real); only real tokens have values."""
+        """Returns (least value, largest value, whether no token is padding) of each tile. Padding has no value."""
         real = (segments != 0).reshape(segments.shape[0], -1, size)
         x = x.astype(jnp.int32).reshape(real.shape)
         return jnp.where(real, x, most).min(axis=2), jnp.where(real, x, -1).max(axis=2), real.all(axis=2)
@@ -189,9 +185,9 @@ def tile_table(
 def tile_lists(
     active: Bool[Array, "B Q K"], whole: Bool[Array, "B Q K"]
 ) -> tuple[Int[Array, "B Q K"], Int[Array, "B Q 2"]]:
-    """Lists the indices of the active tiles of each line of the tables: first the tiles that need the mask, then the
-    `whole` tiles. Also returns (number of tiles that need the mask, number of active tiles). Entries behind a
-    list's end are never read."""
+    """Lists the indices of the active tiles of each line of the tables. First come the tiles that need the mask, then
+    the `whole` tiles. Also returns, for each list, (number of tiles that need the mask, number of active tiles).
+    Entries after a list's end are never read."""
     masked = active & ~whole
     several = masked.sum(axis=2, dtype=jnp.int32)
     place = jnp.where(whole, several[:, :, None] + jnp.cumsum(whole, axis=2), jnp.cumsum(masked, axis=2)) - 1

@@ -1,35 +1,34 @@
-"""The Triton kernels of attention over packed rows: forward, gradients of queries, gradients of keys and values.
+"""The Triton kernels of attention over packed rows, which `flash` launches.
 
-`flash` launches them. A program of a kernel computes one tile of queries (or keys) of one head of one row. It visits
-the tiles of keys (or queries) that a list names: first the tiles that need the mask, then the tiles in which every
-query reaches every key. Products accumulate in float32; the softmax is FlashAttention-2's running softmax
-(arXiv:2307.08691), to base 2. Gradients are sums in a fixed order without atomics: the same inputs give the same bits.
+A program of a kernel computes one tile of queries (or keys) of one head of one row. The program visits the tiles of
+keys (or queries) of a list. First come the tiles that need the mask, then the tiles in which every query reaches every
+key. Products accumulate in float32. The softmax is FlashAttention-2's running softmax (arXiv:2307.08691), to base 2.
+Gradients are sums in a fixed order, so that equal inputs give equal bits.
 
 Arrays are dense: q, out, dout, dq `[B, T, N, H]`; k, v, dk, dv `[B, T, K, H]`; lse and slope `[B, N, T]` float32;
-segments and branches `[B, filled]` int32, T filled up to full tiles with segment 0. A list is `[B, tiles, width]`
-int32; `counts` `[B, tiles, 2]` has the numbers of listed tiles that need the mask, and of all listed tiles. In
-`forward`, q, out and lse lack the first AHEAD tokens of a row.
+segments and branches `[B, filled]` int32, whose T tokens are filled up to full tiles with segment 0. The lists of tiles
+`visits` are `[B, tiles, width]` int32. `counts` `[B, tiles, 2]` has the number of listed tiles that need the mask, and
+the number of all listed tiles. In `forward`, q, out and lse lack the first AHEAD tokens of a row.
 
-Only a launch by `flash` imports this file; the import fails without Triton.
+The import of this file fails without Triton.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 MASKED = tl.constexpr(-1e30)  # the score of a key that the query does not reach
-FLOOR = tl.constexpr(-1e20)  # the least running maximum: a query that reaches no key gets weights of 0
+FLOOR = tl.constexpr(-1e20)  # the least running maximum, which gives a query that reaches no key weights of 0
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _start(row, T, index, head, HEADS: tl.constexpr, H: tl.constexpr):
-    """The offset of a token's head in `[B, T, HEADS, H]`, in 64 bits: long rows of many heads exceed 2**31 numbers."""
+    """The offset of a token's head in `[B, T, HEADS, H]`, in 64 bits, because long rows exceed 2**31 numbers."""
     return ((row.to(tl.int64) * T + index) * HEADS + head) * H
 
 
 @triton.jit
 def _offsets(TOKENS: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr):
-    """The offsets of a tile's numbers from its first number."""
     return tl.arange(0, TOKENS)[:, None] * (HEADS * H) + tl.arange(0, WIDTH)[None, :]
 
 
@@ -51,7 +50,6 @@ def _store(pointers, value, index, T, H: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _reached(query, key, q_segment, k_segment, q_branch, k_branch, CAUSAL: tl.constexpr):
-    """The rule of `sharding.kernels.attention.Mask`; arguments broadcast as queries x keys or keys x queries."""
     allowed = (q_segment == k_segment) & (k_segment != 0) & ((k_branch == 0) | (k_branch == q_branch))
     if CAUSAL:
         allowed = allowed & (query >= key)
@@ -64,7 +62,7 @@ def _scores(
     K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Loads a tile of keys. Returns the keys' indices, the offsets of their numbers, the keys, and the scores."""
+    """Loads a tile of keys. Returns the keys' indices, the offsets of the keys' numbers, the keys, and the scores."""
     start = tile * KEYS
     key = start + tl.arange(0, KEYS)
     place = _start(row, T, start, kv_head, K, H) + offsets
@@ -87,7 +85,6 @@ def _attend(
     K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Continues the running softmax over the listed tiles of keys `[first, last)`."""
     for visit in range(first, last):
         key, place, _, scores = _scores(
             q, k, segments, branches, tl.load(visits + visit), query, q_segment, q_branch,
@@ -111,7 +108,7 @@ def forward(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of queries, query heads, rows. The last tiles, which have most work under a causal mask, start
+    """The grid is tiles of queries, query heads, rows. The last tiles, which have most work under a causal mask, start
     first."""
     tile, head, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_head = head // (N // K)
@@ -125,7 +122,7 @@ def forward(
     listed = row * tl.num_programs(0) + tile
     visits += listed.to(tl.int64) * width
     masked, every = tl.load(counts + 2 * listed), tl.load(counts + 2 * listed + 1)
-    scale2: tl.constexpr = SCALE * LOG2E  # scores are exponents of 2
+    scale2: tl.constexpr = SCALE * LOG2E  # scores become exponents of 2
 
     sums = tl.zeros((QUERIES, WIDTH), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
@@ -173,7 +170,7 @@ def query_gradients(
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid and lists are those of `forward`. `slope` is the sum of `out * dout` over the numbers of a head."""
+    """The grid and the lists are those of `forward`. `slope` is the sum of `out * dout` over the numbers of a head."""
     tile, head, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_head = head // (N // K)
     query = tile * QUERIES + tl.arange(0, QUERIES)
@@ -190,7 +187,7 @@ def query_gradients(
     listed = row * tl.num_programs(0) + tile
     visits += listed.to(tl.int64) * width
     masked, every = tl.load(counts + 2 * listed), tl.load(counts + 2 * listed + 1)
-    scale2: tl.constexpr = SCALE * LOG2E  # scores are exponents of 2
+    scale2: tl.constexpr = SCALE * LOG2E  # scores become exponents of 2
 
     sums = tl.zeros((QUERIES, WIDTH), tl.float32)
     sums = _query_gradients(
@@ -246,8 +243,8 @@ def key_gradients(
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of keys, KV heads, rows; the lists name tiles of queries. A program goes through all query heads that
-    read its KV head. Under a causal mask the first tiles have most work."""
+    """The grid is tiles of keys, KV heads, rows. The lists name tiles of queries. A program goes through all query
+    heads that read its KV head. Under a causal mask the first tiles have most work."""
     tile, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key = tile * KEYS + tl.arange(0, KEYS)
     places = _start(row, T, tile * KEYS, kv_head, K, H) + _offsets(KEYS, WIDTH, K, H)
@@ -260,7 +257,7 @@ def key_gradients(
     listed = row * tl.num_programs(0) + tile
     visits += listed.to(tl.int64) * width
     masked, every = tl.load(counts + 2 * listed), tl.load(counts + 2 * listed + 1)
-    scale2: tl.constexpr = SCALE * LOG2E  # scores are exponents of 2
+    scale2: tl.constexpr = SCALE * LOG2E  # scores become exponents of 2
 
     dk_sums = tl.zeros((KEYS, WIDTH), tl.float32)
     dv_sums = tl.zeros((KEYS, WIDTH), tl.float32)

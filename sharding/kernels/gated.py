@@ -1,8 +1,8 @@
-"""The output projection of a gated MLP, `(silu(gate) * up) @ down`, whose backward pass reads gate and up once.
+"""The output projection of a gated MLP, `(silu(gate) * up) @ down`, with a backward pass that reads gate and up once.
 
-The backward pass needs the gradients of gate and up, and `silu(gate) * up` again, for the gradient of `down`. Without a
-barrier, XLA computes these three arrays on GPUs in three kernels, which read 7 arrays as large as `gate` and write 3.
-Behind a barrier, XLA makes one kernel, which reads 3 such arrays and writes 3.
+The backward pass computes three arrays as large as `gate`: the gradients of gate and up, and `silu(gate) * up`. Without
+a barrier, XLA on GPUs computes these arrays in three kernels, which read 7 arrays of this size. With a barrier, XLA
+makes one kernel, which reads 3 arrays of this size.
 """
 
 import jax

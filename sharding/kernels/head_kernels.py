@@ -1,21 +1,20 @@
-"""The Triton kernels of the head: sums of the softmax over the vocabulary, and gradients of a chunk of its logits.
+"""The Triton kernels of the head: sums of the softmax over the vocabulary, and gradients of a chunk of the logits.
 
-`sharding.vocab` launches them. A program computes logits tile by tile, `[TOKENS, IDS]` float32 in registers, and
-reduces them to sums or turns them into gradients. Scores are logits over the temperature, times `log2(e)`. The
-sum of `weight * score`, for the entropy, runs beside the running softmax (Milakov and Gimelshein, arXiv:1805.02867).
+`sharding.vocab` launches these kernels. A program computes logits tile by tile, `[TOKENS, IDS]` float32 in registers,
+and reduces the logits to sums or gradients. Scores are logits over the temperature, times `log2(e)`. The sum of `weight
+* score`, for the entropy, runs beside the running softmax (Milakov and Gimelshein, arXiv:1805.02867).
 
-Arrays are dense: hidden `[T, D]`, head `[V, D]`; allowed `[V]` int8, filled up with zeros to full tiles; arrays with
-one number for each token `[T]` float32, but targets int32. Tokens are cut into tiles;
-`vocab.TOGETHER` tiles make a group of tiles, which run at once.
+Arrays are dense: hidden `[T, D]`; head `[V, D]`; allowed `[V]` int8, filled up with zeros to full tiles; targets `[T]`
+int32; other arrays `[T]` float32. Tokens are cut into tiles, of which `vocab.TOGETHER` make a group.
 
-Only `launch` imports this file; the import fails without Triton.
+The import of this file fails without Triton.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-MASKED = tl.constexpr(-1.4426950408889634e30)  # the score of an id that is not allowed: -1e30 in nats
-FLOOR = tl.constexpr(-1e20)  # the least running maximum: ids that are not allowed get weights of 0
+MASKED = tl.constexpr(-1.4426950408889634e30)  # the score of an id that is not allowed, -1e30 in nats
+FLOOR = tl.constexpr(-1e20)  # the least running maximum, which gives ids that are not allowed weights of 0
 
 
 @triton.jit
@@ -23,10 +22,10 @@ def _logits(
     hidden, head, token, id, T, V,
     D: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The logits of a tile that begins at a token and an id. The last token or id is repeated beyond the end, so that
-    loads need no mask; the caller leaves the repetitions out."""
+    """The logits of a tile that begins at a token and an id. Beyond the end, the last token or id is repeated, so that
+    loads need no mask. The caller leaves the repetitions out."""
     depth = tl.arange(0, DEPTH)[None, :]
-    # Offsets begin at a scalar of 64 bits: a head may have more than 2**31 numbers.
+    # Offsets begin at a scalar of 64 bits, because a head may have more than 2**31 numbers.
     hidden = (
         hidden + tl.cast(token, tl.int64) * D + (tl.minimum(tl.arange(0, TOKENS), T - 1 - token)[:, None] * D + depth)
     )
@@ -49,12 +48,10 @@ def softmax_sums(
     hidden, head, targets, allowed, scale, T, V, peaks, totals, slopes, hits,
     D: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of tokens in a group, parts of the vocabulary, groups of tiles. A program takes a tile and a part.
-
-    Results are `[parts, T]`: the largest score; the sum of weights `2**(score - largest)`; the sum of `weight * (score
-    - largest)`, which loses no digits if scores are large; and the target's score, 0 if the target is in another part.
-    `scale` turns logits into scores.
-    """
+    """The grid is tiles of tokens in a group, parts of the vocabulary, groups of tiles. A program computes a tile and a
+    part. Results are `[parts, T]`. `peaks` are the largest scores, and `totals` the sums of weights `2**(score -
+    largest)`. `slopes` are the sums of `weight * (score - largest)`, which lose no digits if scores are large. `hits`
+    are the targets' scores, or 0 if a target is in another part. `scale` turns logits into scores."""
     token = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * TOKENS
     if token >= T:
         return
@@ -94,12 +91,10 @@ def logit_gradients(
     WIDTH: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr, DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of tokens in a group, tiles of ids, groups of tiles. `head`, `allowed` and `targets` belong to a
-    chunk of V ids, numbered from 0; `out` is `[T, WIDTH]` in the dtype of `hidden`, with zeros from V on. WIDTH is a
-    multiple of 16 and a constant for the compiler, so that a thread stores 16 bytes at once.
-
-    With `log2 p = score - normaliser`, a gradient is `[id == target] hit_grad - p (grad + entropy_grad log2 p)`.
-    """
+    """The grid is tiles of tokens in a group, tiles of ids, groups of tiles. `head`, `allowed` and `targets` belong to
+    a chunk of V ids, numbered from 0. `out` is `[T, WIDTH]` in the dtype of `hidden`, with zeros from V on. WIDTH is a
+    multiple of 16 and a constant for the compiler, so that a thread stores 16 bytes at once. With `log2 p = score -
+    normaliser`, a gradient is `[id == target] hit_grad - p (grad + entropy_grad log2 p)`."""
     token = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * TOKENS
     if token >= T:
         return

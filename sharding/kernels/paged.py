@@ -1,10 +1,9 @@
-"""Attention of decoding over pages: a Triton kernel on NVIDIA GPUs, portable JAX elsewhere.
+"""Attention of decoding over pages, with a Triton kernel on NVIDIA GPUs and portable JAX elsewhere.
 
 Each sequence has one new token, whose query looks at the first `length` entries of the sequence's pages. The kernel
-reads these pages in place, as many as a sequence has entries for. It cuts a long sequence into parts that run side by
-side; the sums of all parts are combined at the end. The portable form gathers a block of pages of all sequences at a
-time, up to the longest sequence. An output depends on its own sequence alone, bit for bit: blocks and parts begin at
-entries that no other sequence decides.
+reads a sequence's pages in place, up to the last entry. It cuts a long sequence into parts that run side by side, whose
+sums are combined at the end. The portable form gathers one block of pages of all sequences at a time, up to the longest
+sequence. Every bit of an output depends on its own sequence alone.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from jaxtyping import Array, Float, Int
 
 from ..mesh import Tiling, launch, runs_triton
 
-# Says, while a program is traced, whether the kernel can compute attention over these arrays (see `runs_triton`).
+# Says, at tracing, whether the kernel can compute attention over these arrays (see `runs_triton`).
 chosen = functools.partial(runs_triton, multiple=8, most=256)
 
 BLOCK = 64  # entries of a sequence that the portable form reads at a time
-PARTS = 16  # upper bound on the parts into which the kernel cuts a sequence
-LEAST_TILES = 4  # least tiles of a part, since the sums of a part take memory traffic, too
-MASKED = -1e30  # the score of an entry behind the sequence's end
+PARTS = 16  # most parts into which the kernel cuts a sequence
+LEAST_TILES = 4  # fewest tiles of a part, since the sums of a part take memory traffic, too
+MASKED = -1e30  # the score of an entry after the sequence's end
 
 
 def paged_attention(
@@ -35,16 +34,14 @@ def paged_attention(
     length: Int[Array, " B"],
     layer: int,
 ) -> Float[Array, "B N H"]:
-    """Grouped-query attention of a token over the first `length` (at least 1) entries of the pages in one layer.
-
-    Page numbers behind the last entry may be out of range. Scores, softmax and sums are float32. All entries of
-    the pages must be finite.
-    """
+    """Computes grouped-query attention of one token of each sequence over the first `length` (at least 1) entries of
+    its pages. Page numbers after the last entry may be out of range. Scores, softmax and sums are float32. All entries
+    of the pages must be finite."""
     return (_by_parts if chosen(q, k, v) else _by_blocks)(q, k, v, pages, length, layer)
 
 
 def gathered(x: Float[Array, "L C K S H"], pages: Int[Array, "B V"], layer: int) -> Float[Array, "B K T H"]:
-    """The entries of these pages in one layer, `T = V S`. For a page number out of range, another page is read."""
+    """Returns the entries of these pages in one layer, `T = V S`. A page number out of range reads some other page."""
     L, C, K, S, H = x.shape
     rows = x.reshape(L * C, K * S * H)  # CPUs gather plain rows fastest
     found = jnp.take(rows, jnp.minimum(pages, C - 1) + layer * C, axis=0, mode="clip")
@@ -75,14 +72,14 @@ def _by_blocks(q: Array, k: Array, v: Array, pages: Array, length: Array, layer:
         fade = jnp.exp(sums[2] - peak)
         return sums[0] * fade + out, sums[1] * fade + total, peak
 
-    # Most sequences on CPUs are short: the first block needs no loop.
+    # The first block needs no loop, because most sequences on CPUs are short.
     out, total, _ = jax.lax.fori_loop(1, -(-jnp.max(length) // (width * S)), attend, attend(0))
     return (out / total).astype(v.dtype).reshape(B, N, H)
 
 
 def tiling_of(dtype: Any, head: int) -> Tiling:
-    """The number of entries of the kernel's tile, its warps and its stages. Page numbers are loaded a tile before keys
-    and values. With five stages, the compiled kernel has 72 KB of shared memory in bfloat16; each GPU has 99 KB."""
+    """Returns the entries of the kernel's tile, and its numbers of warps and stages. With five stages in bfloat16, the
+    compiled kernel has 72 KB of shared memory, of at least 99 KB on each GPU."""
     narrow = head <= 128
     if jnp.dtype(dtype).itemsize == 4:
         return Tiling((32 if narrow else 16,), 4, 3)

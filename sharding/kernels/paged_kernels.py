@@ -1,18 +1,18 @@
-"""The Triton kernel of attention over pages, for one new token a sequence.
+"""The Triton kernel of attention over pages for one new token of each sequence, which `paged` launches.
 
-`paged` launches it. A program computes the query heads of one KV head over one part of one sequence: tiles of `KEYS`
-entries (tokens of the cache), found through `pages`. Products accumulate in float32; the running softmax is to base 2.
+A program computes the query heads of one KV head over one part of one sequence. The part has tiles of `KEYS` entries
+(tokens of the cache), whose pages `pages` names. Products accumulate in float32. The running softmax is to base 2.
 
 Arrays are dense: q `[B, N, H]`; k and v `[L, C, K, PAGE, H]`; pages `[B, width]` and length, part_tiles `[B]` int32;
 sums `[B, parts, N, H]`, totals and peaks `[B, parts, N]` float32.
 
-Only a launch by `paged` imports this file; the import fails without Triton.
+The import of this file fails without Triton.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-MASKED = tl.constexpr(-1e30)  # the score of an entry behind the sequence's end
+MASKED = tl.constexpr(-1e30)  # the score of an entry after the sequence's end
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -22,8 +22,8 @@ def attend(
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
     KEYS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: KV heads, parts, sequences. `first_page` is the number of the layer's first page. A part without entries
-    is not written."""
+    """The grid is KV heads, parts, sequences. `first_page` is the number of the layer's first page. A part without
+    entries is not written."""
     kv_head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entries, tiles = tl.load(length + row), tl.load(part_tiles + row)
     first = part * tiles

@@ -1,9 +1,9 @@
-"""The table by which layers with a state go through packed rows in chunks of tokens.
+"""The table of chunks by which layers with a state go through packed rows.
 
-A run is all tokens of one segment and branch, in the order of their columns. The path of a token is its run up to the
-token, behind its prompt's run if the token belongs to a branch. A layer with a state (`delta`) computes chunks of
-tokens, and a chunk belongs to one run. The layer's state begins anew at each segment; every branch begins with the
-state at the end of the prompt. Padding is in no run.
+A run is all tokens of one segment and branch, in the order of their columns. The path of a token is the token's run up
+to the token, after the run of the prompt if the token belongs to a branch. A layer with a state (`delta`) computes
+chunks, each of tokens of one run. The layer's state begins anew at each segment. Every branch begins with the state at
+the end of the prompt. Padding is in no run.
 """
 
 import dataclasses
@@ -13,28 +13,29 @@ from typing import Any
 import jax
 import numpy as np
 
-CHUNK = 64  # tokens, a power of two; on CPUs 32 takes as long, 128 a third longer
-TAIL = 3  # the convolution of a token reads this number of tokens before it
+CHUNK = 64  # tokens, a power of two; on CPUs 32 takes as long, and 128 a third longer
+TAIL = 3  # the convolution of a token reads this many earlier tokens
 
 
 class ChunkStart(enum.IntEnum):
     """The state with which a chunk begins."""
 
     NEW = 0  # zero
-    NEXT = 1  # the state after the chunk before; in the first chunk of a row, the given state
-    FORK = 2  # the state after the chunk before, which is also kept for the prompt's other branches
+    NEXT = 1  # the state after the previous chunk, or the given state in the first chunk of a row
+    FORK = 2  # the state after the previous chunk, which is also kept for the prompt's other branches
     BRANCH = 3  # the state that the last FORK kept
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedRuns:
-    """The chunks of each row: `N` chunks of `C` cells a row, each cell a token or nothing (all i32).
+    """The `N` chunks of `C` cells of each row. A cell has a token or nothing. All arrays are int32.
 
-    `columns_BNC` is the column of each cell's token, -1 for nothing; `cells_BT` is the inverse, the cell (`n * C + c`)
-    of each token, -1 for padding. `start_BN` has the `ChunkStart` of each chunk. `before_BN3` has the columns of the
-    three tokens before a chunk on its path, `last_B3` those of the last three tokens of the row's last path. Both
-    begin with the oldest token. -1 is nothing. If a row's state is given, `T` to `T + 2` are the tokens before the row.
+    `columns_BNC` has the column of each cell's token. `cells_BT` is the inverse, with the cell (`n * C + c`) of each
+    token. `start_BN` has the `ChunkStart` of each chunk. `before_BN3` has the columns of the three tokens before a
+    chunk on its path, oldest first. `last_B3` has the columns of the last three tokens of the row's last path, oldest
+    first. -1 stands for nothing. If a row's state is given, columns `T` to `T + 2` stand for the three tokens before
+    the row.
     """
 
     columns_BNC: Any
@@ -47,12 +48,10 @@ class PackedRuns:
 def packed_runs(
     segments_BT: np.ndarray, branches_BT: np.ndarray, chunks: int = 0, *, given: bool = False, size: int = CHUNK
 ) -> PackedRuns:
-    """Returns the table of packed rows, whose arrays follow the rules of `models.inputs.PackedTokens`.
-
-    Every row gets `chunks` chunks (0: as many as the fullest row needs) of `size` tokens. With `given`, the first run
-    of each row goes on from a state that the caller has. Raises ValueError if `chunks` are too few for a row, or if a
-    branch has a token before the last token of its prompt.
-    """
+    """Returns the table of packed rows, whose arrays follow the rules of `models.inputs.PackedTokens`. Every row gets
+    `chunks` chunks (0: as many as the fullest row needs) of `size` tokens. With `given`, the first run of each row
+    begins with a state that the caller has. Raises ValueError if `chunks` are too few for a row, or if a branch has a
+    token before the last token of its prompt."""
     rows = [_Row(*row, size, given) for row in zip(segments_BT, branches_BT, strict=True)]
     most = max((row.chunks for row in rows), default=0)
     if chunks and most > chunks:
@@ -63,17 +62,17 @@ def packed_runs(
 
 
 class _Row:
-    """One row: its tokens in the order of their runs, prompts before their branches."""
+    """The tokens of one row in the order of their runs, with prompts before their branches."""
 
     def __init__(self, segments: np.ndarray, branches: np.ndarray, size: int, given: bool) -> None:
-        order = np.lexsort((branches, segments))  # stable: columns rise within a run
+        order = np.lexsort((branches, segments))  # stable, so that columns ascend within a run
         order = order[segments[order] != 0]
         self.order, self.size, self.tokens = order, size, len(segments)
         segment, branch = segments[order], branches[order]
         new = np.diff(segment, prepend=-1) != 0
         starts = np.flatnonzero(new | (np.diff(branch, prepend=-1) != 0))
         lengths = np.diff(starts, append=len(order))
-        # The first run of each run's segment: it is the prompt if its branch is 0.
+        # The first run of each run's segment, which is the prompt if its branch is 0.
         head = np.maximum.accumulate(np.where(new[starts], np.arange(len(starts)), 0))
         forked = (branch[starts] != 0) & (branch[starts[head]] == 0)
         prompt_end = starts[head] + lengths[head] - 1
@@ -100,7 +99,6 @@ class _Row:
             self.end = m - 1 if m else m + 2
 
     def table(self, chunks: int) -> tuple[np.ndarray, ...]:
-        """The row's arrays in the order of the fields of `PackedRuns`."""
         columns = np.full(chunks * self.size, -1)
         columns[self.cells] = self.order
         cells = np.full(self.tokens, -1)
@@ -113,7 +111,8 @@ class _Row:
         return columns.reshape(chunks, self.size), cells, start, before, self._path(np.array([self.end]))[0]
 
     def _path(self, last: np.ndarray) -> np.ndarray:
-        """The columns of each token of `last` and of the two tokens before it on its path, oldest first."""
+        """Returns the columns of each token of `last` and of the two previous tokens on the token's path, oldest
+        first."""
         path = [last]
         for _ in range(TAIL - 1):
             path.insert(0, self.previous[path[0]])

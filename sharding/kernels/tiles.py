@@ -1,13 +1,12 @@
 """Attention over one packed stream that computes only the tiles in which a query reaches a key.
 
-Scores are cut into square tiles. The active tiles, in which a query may reach a key, are listed once for all layers;
-each layer runs one loop over the list, forward and backward. The loop's length is data: it may differ between the
-devices of one program, and padding, other segments and other branches cost nothing. The running softmax of
-FlashAttention (arXiv:2205.14135) combines tiles. The backward pass computes scores again, so that memory is linear in
-the length.
+Scores are cut into square tiles. The active tiles, in which a query may reach a key, are listed once for all layers.
+The forward and the backward pass of each layer loop over the list. The length of the list is data, so that it may
+differ between the devices of one program. The running softmax of FlashAttention (arXiv:2205.14135) combines tiles. The
+backward pass computes scores again, so that memory is linear in the length.
 
-Inside the loop a tile is a batch of plain matrix products: queries are `[tiles, K, R * tile, H]`, with KV heads in
-front; the `R` query heads that read one KV head are stacked upon each other.
+A tile is computed by a batch of plain matrix products. Queries are `[tiles, K, R * tile, H]`, in which the `R` query
+heads of one KV head are stacked.
 """
 
 import dataclasses
@@ -21,22 +20,20 @@ from ..mesh import target, varying_zero
 from . import flash
 
 MASKED = -1e30  # the score of a key that the query does not reach
-FLOOR = -1e20  # the least running maximum, far above MASKED: a query that reaches no key gets weights of 0
+FLOOR = -1e20  # the least running maximum, which gives a query that reaches no key weights of 0
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The active tiles of a stream that is filled up to full tiles with padding (segment 0).
-
-    `pairs[:count]` are (query tile, key tile), sorted; the rest of `pairs` is never read.
-    """
+    """The active tiles of a stream that is filled up to full tiles with padding (segment 0). `pairs[:count]` are sorted
+    pairs (query tile, key tile). The rest of `pairs` is never read."""
 
     pairs: Any  # i32 [pairs, 2]
     count: Any  # i32 []
     segments: Any  # i32 [tiles, tile]
     branches: Any  # i32 [tiles, tile]
-    visits: flash.Visits | None = None  # lists of tiles for `flash`; None: made when needed
+    visits: flash.Visits | None = None  # lists of tiles for `flash`; None: made in each layer
 
     @property
     def size(self) -> int:
@@ -45,11 +42,9 @@ class Tiles:
 
 
 def tile_size(tokens: int) -> int:
-    """The size of a tile; a stream has at most 256 tiles. Small tiles skip more, large tiles need fewer iterations.
-
-    On CPUs, of the sizes from 64 to 512, 64 and 128 were the fastest up to 4096 tokens. On other devices an iteration
-    takes several launches, which the arithmetic of tiles of 512 should outweigh. This was not measured.
-    """
+    """Returns the size of a tile. A stream has at most 256 tiles. Small tiles skip more scores, large tiles need fewer
+    iterations. On CPUs, 64 and 128 were the fastest sizes up to 4096 tokens. On other devices, larger tiles should
+    outweigh the launches of an iteration, which was not measured."""
     least = (64 if tokens <= 512 else 128) if target().platform == "cpu" else 512
     at_256_tiles = 1 << max((tokens - 1).bit_length() - 8, 0)
     return min(max(least, at_256_tiles), -(-tokens // 8) * 8)
@@ -58,11 +53,12 @@ def tile_size(tokens: int) -> int:
 def tile_list(
     segments_S: Int[Array, " S"], branches_S: Int[Array, " S"], tile: int = 0, queries: flash.Like = None
 ) -> Tiles:
-    """The tiles in which `sharding.kernels.attention.Mask` (causal) lets a query reach a key; `tile=0` chooses a size.
-    `queries` has the dtype and the head size of all layers' queries; without it, `flash` lists its tiles in each layer.
+    """Returns the tiles in which `sharding.kernels.attention.Mask` (causal) lets a query reach a key. `tile=0` chooses
+    a size. `queries` has the dtype and the head size of all layers' queries. Without `queries`, `flash` lists its tiles
+    in each layer.
 
-    The list never lacks a tile. If segments and branches are contiguous, needless tiles are only at the border of two
-    segments, where branches are not compared. Padding may stand anywhere; segments may have any numbers.
+    The list has every needed tile. If segments and branches are contiguous, needless tiles are only at the border of
+    two segments, where branches are not compared. Padding may be anywhere, and segments may have any numbers.
     """
     S = segments_S.shape[0]
     tile = tile or tile_size(S)
@@ -71,7 +67,8 @@ def tile_list(
     segments, branches = (x.reshape(tiles, tile) for x in padded)
     order = jnp.argsort(segments.reshape(-1), stable=True)
     ranked = segments.reshape(-1)[order]
-    # The tile in which each token's segment begins: a tile of queries needs no key tile before the first such tile.
+    # The tile in which each token's segment begins. A tile of queries needs no key tile before the first of these
+    # tiles.
     first = order[jnp.searchsorted(ranked, segments, method="sort")] // tile
     since = jnp.where(segments != 0, first, jnp.iinfo(jnp.int32).max).min(axis=1)
     table, _ = flash.tile_table(segments.reshape(1, -1), branches.reshape(1, -1), tile, tile, True)
@@ -87,12 +84,12 @@ def tile_list(
 def forward(
     q_SNH: Float[Array, "S N H"], k_SKH: Float[Array, "S K H"], v_SKH: Float[Array, "S K H"], tiles: Tiles
 ) -> tuple[Float[Array, "S N H"], tuple]:
-    """Grouped-query attention over a stream. Scores, softmax and sums are float32; padding gives zeros.
+    """Computes grouped-query attention over a stream. Scores, softmax and sums are float32. Padding gives zeros.
 
-    Returns the outputs and the residuals of `backward`: q, k, v, the outputs, the log of the sum of exponentiated
-    scores (float32, 0 where a query reaches no key), and `tiles`. The log is `[tiles, K, M]` with `M = R * tile`
-    queries, and `[1, N, S]` if `flash` computes. Under `shard_map`, `q`, `k` and `v` must vary over at least the mesh
-    axes over which `tiles` varies.
+    Returns the outputs, and the arrays that `backward` needs. These include the log of the sum of exponentiated scores
+    (float32), which is 0 for a query that reaches no key. The log is `[tiles, K, M]` with `M = R * tile` queries, or
+    `[1, N, S]` if `flash` computes. Under `shard_map`, `q`, `k` and `v` must vary over at least the mesh axes over
+    which `tiles` varies.
     """
     if flash.chosen(q_SNH, k_SKH, v_SKH):
         out, kept = flash.forward(q_SNH[None], k_SKH[None], v_SKH[None], _visits(tiles, q_SNH))
@@ -124,7 +121,7 @@ def forward(
 
 
 def backward(kept: tuple, dout_SNH: Float[Array, "S N H"]) -> tuple[Array, Array, Array, None]:
-    """Gradients of q, k and v, summed in float32 and returned in the dtypes of q, k and v."""
+    """Returns the gradients of q, k and v, summed in float32, in the dtypes of q, k and v."""
     q_SNH, k_SKH, v_SKH, out_SNH, lse, tiles = kept
     if flash.chosen(q_SNH, k_SKH, v_SKH):
         arrays = (x[None] for x in (q_SNH, k_SKH, v_SKH, out_SNH))
@@ -159,7 +156,7 @@ tile_attention.defvjp(forward, backward)
 
 
 def _scores(q: Array, k: Array, tiles: Tiles, query: Array, key: Array) -> Array:
-    """`[K, R * tile, tile]` float32 scores of one tile, MASKED where the query does not reach the key."""
+    """Returns the float32 scores of one tile, `[K, R * tile, tile]`, MASKED where the query does not reach the key."""
     tile, K = tiles.size, q.shape[0]
     segment, key_segment = tiles.segments[query][:, None], tiles.segments[key][None, :]
     branch, key_branch = tiles.branches[query][:, None], tiles.branches[key][None, :]
@@ -171,7 +168,6 @@ def _scores(q: Array, k: Array, tiles: Tiles, query: Array, key: Array) -> Array
 
 
 def _visits(tiles: Tiles, q_SNH: Array) -> Any:
-    """The `flash.Visits` of the stream as one row."""
     segments, branches = (x.reshape(1, -1)[:, : len(q_SNH)] for x in (tiles.segments, tiles.branches))
     return tiles.visits or flash.visits_of(segments, branches, True, q_SNH)
 
@@ -192,6 +188,5 @@ def _cut(x: Array, K: int, tile: int) -> Array:
 
 
 def _join(x: Array, N: int, tile: int) -> Array:
-    """The inverse of `_cut`, padding included."""
     tiles, K, _, H = x.shape
     return x.reshape(tiles, K, N // K, tile, H).transpose(0, 3, 1, 2, 4).reshape(tiles * tile, N, H)

@@ -1,7 +1,7 @@
-"""Runs a minibatch: a worker thread for each device goes through its microbatches; one barrier ends the minibatch.
+"""Runs a minibatch with a worker thread for each device. One barrier ends the minibatch.
 
 A worker fetches the weights of the next step, computes a step, and pushes gradients. Programs are dispatched without
-waiting for their results; the window bounds how far dispatch runs ahead.
+waiting for their results. The window bounds the number of steps that are dispatched ahead.
 """
 
 import collections
@@ -30,11 +30,11 @@ from .stages import MarkingWalk, Step
 from .traffic import Itinerary, Key, PushedGradients, Row, Traffic, Turn, Window
 
 Push = Callable[[Key, int, Sequence[jax.Array]], None] | None  # sends (key, number of the microbatch, rows)
-_numbers = itertools.count(1)  # numbers of minibatches; all processes run the same minibatches in one order
+_numbers = itertools.count(1)  # numbers of minibatches, which all processes run in the same order
 
 
 class _Failure:
-    """The first error on any thread; the other threads, also of other processes, stop at their next step."""
+    """The first error of any thread. All other threads, also in other processes, stop at their next step."""
 
     def __init__(self, links: Links | None) -> None:
         self._links = links
@@ -43,8 +43,7 @@ class _Failure:
 
     @contextlib.contextmanager
     def noting(self, what: Callable[[], str]) -> Iterator[None]:
-        """Records an error raised in the block, so that no other thread waits for this thread. `what` describes the
-        work."""
+        """Records an error of the block, so that no other thread waits for this thread. `what` describes the work."""
         try:
             yield
         except BaseException as error:
@@ -63,30 +62,29 @@ class _Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A device's part of a minibatch: the batches `batches[i]` for `i` in `indices`, each run as `microbatches[i]`."""
+    """A device's part of a minibatch. For each `i` in `indices`, the device runs the batch `batches[i]` by the programs
+    of `microbatches[i]`."""
 
     indices: tuple[int, ...]
     batches: Sequence[PyTree]
     microbatches: Sequence[StagedMicrobatch]
 
     def itinerary(self, train: bool) -> Itinerary:
-        """The weights of each step: forward through each microbatch and, if `train`, back."""
+        """Returns the keys of the weights of each step, forward and, if `train`, backward through each microbatch."""
         needs: list[tuple[Key, ...]] = []
         for microbatch in (self.microbatches[i] for i in self.indices):
             needs += [*microbatch.keys, *(microbatch.keys[k] for k in microbatch.back if train)]
         return needs
 
     def pushes(self) -> list[tuple[int, Key]]:
-        """The pushes of training, in order, as (number of the device's microbatch, key)."""
+        """Returns the pushes of training, in order, as (number of the device's microbatch, key)."""
         return [(number, key) for number, i in enumerate(self.indices) for key in self.microbatches[i].pushes]
 
 
 class Worker:
-    """Runs the task of device `number`; `read` returns the host arrays of a batch.
-
-    `place` describes the present step. `tally` combines the results of all trained microbatches. `results` are the
-    results of forward passes without training, by index of the batch.
-    """
+    """Runs the task of device `number`. `read` returns the host arrays of a batch. `place` describes the present step.
+    `tally` combines the results of all trained microbatches. `results` are the results of forward passes without
+    training, by the index of the batch."""
 
     def __init__(
         self, number: int, device: Device, task: Task, check: Callable[[], None], read: Callable[[PyTree], PyTree]
@@ -94,18 +92,15 @@ class Worker:
         self.number, self.device, self.task = number, device, task
         self.place = "its first microbatch"
         self.results: dict[int, PyTree] = {}
-        self.tally: tuple[jax.Array, Tally] | None = None  # (loss, tally); None: nothing was trained
+        self.tally: tuple[jax.Array, Tally] | None = None  # (loss, tally), or None before training
         self.seconds = 0.0
         self._check, self._read = check, read
         self._steps = 0  # steps dispatched so far
         self._computing = collections.deque[tuple[int, Key, int, Sequence[jax.Array]]]()  # (step, push's arguments)
 
     def run(self, window: Window, push: Push) -> None:
-        """Goes forward through each microbatch and, with `push(key, microbatch's number, rows)`, backward.
-
-        Gradients are pushed only after they are computed. If they were pushed earlier, the owner's device, which works
-        in order, would wait for this device.
-        """
+        """Goes forward through each microbatch and, with a `push`, backward. Gradients are pushed only after they are
+        computed. Otherwise the owner's device, which works in order, would wait for this device."""
         for number, index in enumerate(self.task.indices):
             microbatch = self.task.microbatches[index]
             if push is None:
@@ -141,8 +136,6 @@ class Worker:
     def _forward(
         self, window: Window, number: int, microbatch: StagedMicrobatch, program: Callable[[Step], Callable], push: Push
     ) -> tuple[PyTree, dict[int, tuple[PyTree, list[tuple[tuple[int, ...], np.dtype]]]]]:
-        """Goes forward through a microbatch. Returns the results, and for each step its saved values with the shapes
-        of its outputs."""
         batch, saved = self.task.batches[self.task.indices[number]], {}
         leaves = jax.device_put(jax.tree.leaves(self._read(batch)), self.device)
         values: dict[int, jax.Array] = dict(zip(microbatch.inputs, leaves, strict=True))
@@ -151,7 +144,7 @@ class Worker:
             rows = self._next(window, number, step.name)
             inputs = [values[slot] for slot in step.reads]
             outputs, pull = program(step)(rows, inputs, np.int32(step.layer))
-            del rows, inputs  # frees them before the next step fetches its own
+            del rows, inputs  # frees the rows and inputs before the next step fetches rows
             window.dispatched(outputs[0])
             self._steps += 1
             self._push(push, window.done)
@@ -163,7 +156,6 @@ class Worker:
         return jax.tree.unflatten(microbatch.tree, results), saved
 
     def _push(self, push: Push, done: int) -> None:
-        """Pushes the gradients of the first `done` steps; without `push` there are none."""
         while push is not None and self._computing and self._computing[0][0] < done:
             push(*self._computing.popleft()[1:])
 
@@ -174,19 +166,13 @@ class Worker:
 
 
 class Odc:
-    """Computes the loss and the log-probs of `strategy`, with weights fetched on demand.
+    """Computes the loss and the log-probs of `strategy` with weights that are fetched on demand. Parameters and
+    gradients are laid out as by `strategy`, which may also be used between two minibatches. A device holds the complete
+    weights of at most three steps (layers, or parts between two stacks of layers). While a minibatch runs, each device
+    also holds its part of the parameters in the compute dtype."""
 
-    Parameters and gradients are laid out as by `strategy`, which may also be used between two minibatches. A device
-    holds the complete weights of at most three steps at once (a step is a layer, or the part between two stacks of
-    layers). `deterministic` adds gradients in an order that depends only on the minibatch and the predicted work.
-    `group` neighbouring devices (0: all) hold all parameters and gradients together (hybrid sharding). `links` connect
-    this process with the other processes, if the run has several. While a minibatch runs, each device also holds its
-    part of the parameters in the compute dtype. `last_seconds` has each local device's time for its part of the last
-    minibatch. `idle` is the mean time, in seconds, from the end of a local device's part to the minibatch's end.
-    """
-
-    last_seconds: dict[int, float]
-    idle: float
+    last_seconds: dict[int, float]  # by local device: seconds of its part of the last minibatch
+    idle: float  # mean seconds from the end of a local device's part to the end of the minibatch
 
     def __init__(
         self,
@@ -197,7 +183,10 @@ class Odc:
         links: Links | None = None,
         read: Callable[[PyTree], PyTree] = lambda batch: batch,
     ) -> None:
-        """`read` returns the host arrays of a batch; a worker's thread calls it just before it needs the arrays."""
+        """`deterministic` adds gradients in an order that depends only on the minibatch and the predicted work. `group`
+        neighbouring devices (0: all) together hold all parameters and gradients (hybrid sharding). `links` connect this
+        process with the other processes, if there are several. `read` returns the host arrays of a batch, and is called
+        just before the arrays are needed."""
         self.mesh, self._strategy = strategy.mesh, strategy
         self._deterministic = deterministic
         self._devices: list[Device] = list(self.mesh.devices.flat)
@@ -212,12 +201,12 @@ class Odc:
     def loss_and_grad(
         self, params: Params, batches: Sequence[PyTree], devices: Sequence[int], work: Sequence[float] = ()
     ) -> tuple[jax.Array, Tally, Params]:
-        """Returns (loss, tally, gradients) of all microbatches: sums, and the maxima of the tallies' maxima.
-        `devices[i]` computes the `i`-th microbatch.
+        """Returns (loss, tally, gradients), summed over all microbatches. The maxima in the tallies are combined by the
+        maximum. `devices[i]` computes the `i`-th microbatch.
 
-        Every process has the batches of its own devices as arrays on the host, and at least the shapes of all others.
-        `work` is the predicted work of each batch, in any unit, and decides the deterministic order. Raises OdcError,
-        on all processes, if a device or a process fails.
+        Every process needs the batches of its own devices as arrays on the host, and at least the shapes of all other
+        batches. `work` is the predicted work of each batch, in any unit, and decides the deterministic order. Raises
+        OdcError in all processes if a device or a process fails.
         """
         if work and len(work) != len(batches):
             raise ValueError(f"{len(batches)} microbatches, {len(work)} amounts of work; as many each")
@@ -232,8 +221,8 @@ class Odc:
         return loss, tally, grads
 
     def logprobs(self, params: Params, inputs: Sequence[PyTree], devices: Sequence[int]) -> list[PyTree]:
-        """Returns the result of `forward` for each of `inputs`, on the device that computed it; None for an input that
-        another process computed."""
+        """Returns the result of `forward` for each of `inputs`, on the device that computed the result. The result of
+        another process's device is None."""
         tasks = self._tasks(self._strategy.forward, inputs, devices)
         workers = self._run(params, tasks, _Failure(self._links))
         found = {i: result for worker in workers for i, result in worker.results.items()}
@@ -249,8 +238,8 @@ class Odc:
         return [Task(indices, batches, microbatches) for indices in shares]
 
     def _staged_for(self, function: Loss | Forward, batch: PyTree) -> StagedMicrobatch:
-        """The staged microbatch that computes `function`, the strategy's `loss` or `forward`, for batches of the shapes
-        of `batch`."""
+        """Returns the programs of `function`, the strategy's `loss` or `forward`, for batches of the shapes of
+        `batch`."""
         strategy = self._strategy
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
         leaves, tree = jax.tree.flatten(abstract)
@@ -270,7 +259,7 @@ class Odc:
         self, params: Params, tasks: Sequence[Task], failure: _Failure, gradients: PushedGradients | None = None
     ) -> list[Worker]:
         """Runs the tasks of this process's devices, each on its own thread, to the end of the minibatch. Without
-        `gradients`, goes forward only."""
+        `gradients`, runs only forward passes."""
         published, number = self._rows.publish(params), next(_numbers)
         trips = [task.itinerary(gradients is not None) for task in tasks]
         traffic = Traffic(self._rows, published, self._devices, self._local, self._links, number)
@@ -307,8 +296,8 @@ class Odc:
         return workers
 
     def _orders(self, tasks: Sequence[Task], work: Sequence[float]) -> dict[Device, dict[Key, list[Turn]]]:
-        """Returns, for each owner in this process, the order in which pushes of each key are added: by the expected
-        ends of their microbatches. All owners of a group have the same order."""
+        """Returns, for each owner in this process and each key, the order in which pushes are added. This is the order
+        of the expected ends of the microbatches, the same for all owners of a group."""
         orders: dict[range, dict[Key, list[Turn]]] = {}
         for group in {self._rows.members(d) for d in self._local}:
             orders[group] = {}
@@ -355,7 +344,6 @@ def _flat(values: list[jax.Array]) -> jax.Array:
 
 
 def _combined(table: jax.Array, maxima: int) -> list[jax.Array]:
-    """Combines `[devices, values]` over all devices: the last `maxima` values by the maximum, the others by the sum."""
     sums, largest = jnp.sum(table, axis=0), jnp.max(table, axis=0)
     count = table.shape[1]
     return [sums[i] if i < count - maxima else largest[i] for i in range(count)]

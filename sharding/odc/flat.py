@@ -1,14 +1,14 @@
-"""Parameters as a parameter server holds them: one flat row on each device for each unit, or each layer of a unit.
+"""Parameters as a parameter server holds them, in one flat row on each device for each unit, or for each layer of a
+unit.
 
 A unit is some weights of a stack of layers, fetched layer by layer, or weights outside all stacks, fetched at once. A
-row holds FSDP's slices of these weights, one after another, so that a fetch is one transfer from each owner and a push
-is one transfer to each owner. Programs on the mesh make rows from parameters, and make gradients, laid
-out like the parameters, from gradient rows.
+row holds FSDP's slices of these weights, one after another. A fetch is therefore one transfer from each owner, and a
+push one transfer to each owner.
 
 A weight that FSDP can't cut over all devices has copies. Each device with a copy owns a part of the weight, padded to
-equal lengths, so that every element has one owner. If `group` is less than the number of devices, the devices of a
-group (a host) together hold the rows of all devices. Publishing gathers the rows over the groups; at the end of the
-minibatch, gradient rows are summed and scattered over the groups (hybrid sharding, ODC paper section 6.1).
+equal lengths, so that every element has one owner. With hybrid sharding (ODC paper, section 6.1), the devices of a
+group (a host) together hold the rows of all devices. Publishing gathers the rows over the groups. At the end of the
+minibatch, gradient rows are summed and scattered over the groups.
 """
 
 import dataclasses
@@ -29,10 +29,8 @@ from ..weights import WeightSpec, cut_of
 
 @dataclasses.dataclass(frozen=True)
 class RowPiece:
-    """A weight in a unit: cut along `dim` into `shards` (1: not cut); each shard is on `copies` devices.
-
-    A device owns `size` elements of the weight.
-    """
+    """A weight in a unit, cut along `dim` into `shards` (1: not cut). Each shard is on `copies` devices, and a device
+    owns `size` elements."""
 
     leaf: int
     shape: tuple[int, ...]
@@ -51,8 +49,8 @@ class RowPiece:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Weights that lie one after another in a row, one row for each layer; `layers` is the number of layers, 0 for
-    weights outside all stacks."""
+    """Weights that lie one after another in a row. There is a row for each of `layers` layers, or one row for weights
+    outside all stacks (`layers` is 0)."""
 
     pieces: tuple[RowPiece, ...]
     layers: int
@@ -63,16 +61,14 @@ class Unit:
 
     @property
     def size(self) -> int:
-        """The elements of a row."""
+        """The number of elements of a row."""
         return sum(self.sizes)
 
 
 class ParameterRows:
-    """The units of a strategy's parameters; turns parameters into rows, and gradient rows into gradients.
-
-    Rows are sent in the compute dtype. `group` is how many neighbouring devices share one copy of all rows, 0 for all
-    devices. Raises MeshError if `group` devices are no group of the mesh.
-    """
+    """The units of a strategy's parameters. Turns parameters into rows, and gradient rows into gradients. Rows are sent
+    in the compute dtype. `group` neighbouring devices (0: all) together hold one copy of all rows. Raises MeshError if
+    `group` devices are no group of the mesh."""
 
     def __init__(self, strategy: Fsdp, group: int = 0) -> None:
         mesh = strategy.mesh
@@ -91,26 +87,27 @@ class ParameterRows:
         lying = strategy.param_specs()
         rows = [[P(self._axes)] * max(unit.layers, 1) for unit in self.units]
         across = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)  # rows of copies may differ
-        # Parameters -> `[unit][layer]` arrays `[devices * outer * size]`: each device holds its row.
+        # Parameters -> `[unit][layer]` arrays `[devices * outer * size]`, with one row on each device.
         self.publish = jax.jit(across(self._local_rows, in_specs=(lying,), out_specs=rows))
         # Gradient rows of the same shapes -> gradients laid out like the parameters.
         self.collect = jax.jit(across(self._local_gradients, in_specs=(rows,), out_specs=lying))
         self.sharding = NamedSharding(mesh, P(self._axes))
 
     def members(self, device: int) -> range:
-        """The devices that own the rows which `device` fetches, by their numbers in the mesh."""
+        """Returns the numbers of the devices that own the rows for `device`."""
         first = device // self.group * self.group
         return range(first, first + self.group)
 
     def whole(
         self, units: Sequence[int], rows: Sequence[Sequence[jax.Array]], leaves: Sequence[int]
     ) -> list[jax.Array]:
-        """Makes the complete weights `leaves` (of one layer) from one row of each unit and device of a group."""
+        """Makes the complete weights `leaves` (of one layer) from the rows of all these `units` and of all devices of a
+        group."""
         found: dict[int, jax.Array] = {}
         for unit, unit_rows in zip((self.units[number] for number in units), rows, strict=True):
-            # [group, outer, size] -> [devices, size]: device `n` is member `n % group` of group `n // group`
+            # [group, outer, size] -> [devices, size], where device `n` is member `n % group` of group `n // group`
             table = jnp.stack(unit_rows).reshape(self.group, self.outer, -1).swapaxes(0, 1).reshape(-1, unit.size)
-            # The transpose of a split joins its parts; the transpose of many slices would sum as many padded rows.
+            # The transpose of a split joins the parts. The transpose of many slices would sum as many padded rows.
             for piece, part in zip(unit.pieces, jax.lax.split(table, unit.sizes, axis=1), strict=True):
                 shards = part.reshape(piece.copies, piece.shards, -1).swapaxes(0, 1).reshape(piece.shards, -1)
                 shards = shards[:, : math.prod(piece.shard_shape)].reshape(piece.shards, *piece.shard_shape)
@@ -126,8 +123,6 @@ class ParameterRows:
             shards = math.prod(self.mesh.shape[axis] for axis in cut.axes) if cut else 1
             pieces.append(RowPiece(i, shape, cut.dim if cut else 0, shards, self.mesh.size // shards))
         return Unit(tuple(pieces), layers)
-
-    # --- on one device ------------------------------------------------------------------------------
 
     def _local_rows(self, params: Params) -> list[list[jax.Array]]:
         leaves = jax.tree.leaves(params)
@@ -165,7 +160,7 @@ class ParameterRows:
 
     def _gradient(self, piece: RowPiece, part: jax.Array) -> jax.Array:
         if piece.copies > 1:
-            # Copies follow the leading axes of the mesh: the holders of one shard differ in these axes alone.
+            # The holders of a shard differ only in the mesh axes along which the weight is not cut.
             cut = self._cuts[piece.leaf]
             holders = tuple(axis for axis in self._axes if cut is None or axis not in cut.axes)
             part = jax.lax.all_gather(part, holders, tiled=True)[: math.prod(piece.shard_shape)]
@@ -173,8 +168,8 @@ class ParameterRows:
 
 
 def _modules(declared: Sequence[WeightSpec], params: Params) -> list[list[int]]:
-    """Groups the leaves that are fetched together: the leaves of the largest modules whose weights are either all
-    stacked or all not. A text decoder has four such modules: its embedding, its layers, its last norm, its head."""
+    """Groups the leaves that are fetched together. A group has the leaves of a largest module whose weights are either
+    all stacked or all unstacked. A text decoder has four of these modules: embedding, layers, last norm, head."""
     leaves, tree = jax.tree.flatten(params)
     stacked = [len(leaf.shape) - len(spec.shape) for leaf, spec in zip(leaves, declared, strict=True)]
     found: list[list[int]] = []

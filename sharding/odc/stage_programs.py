@@ -1,4 +1,4 @@
-"""The compiled programs of a microbatch: forward, backward and inference of each stage, for each shape of a batch."""
+"""The compiled programs of a microbatch: forward, backward and inference of each stage."""
 
 import dataclasses
 import functools
@@ -20,12 +20,10 @@ Whole = Callable[[Sequence[Row]], list[jax.Array]]  # rows of the owners -> comp
 
 
 class StagedMicrobatch(Program):
-    """The program of batches of one shape, and the compiled programs of its steps: see `stages`.
-
-    `keys[i]` are the (unit, layer) of the weights of step `i`. `back` are the numbers of the steps of the backward pass
-    in order, `pushes` the keys of all gradients in the order of their pushes. A program is compiled at its first use on
-    each device.
-    """
+    """The steps of batches of one shape (`stages`), and the compiled programs of these steps. `keys[i]` are the keys
+    (unit, layer) of the weights of step `i`. `back` has the numbers of the steps of the backward pass, in order.
+    `pushes` has the keys of all gradients, in the order of their pushes. A program is compiled at its first use on each
+    device."""
 
     def __init__(
         self,
@@ -50,24 +48,23 @@ class StagedMicrobatch(Program):
         }
 
     def forward(self, step: Step) -> Callable:
-        """The program `(rows, values, layer) -> (outputs, saved)`. `saved` is for `backward`: with `remat` none, every
-        value but complete weights, else the values that `remat` keeps, as in `Walk`."""
+        """Returns the program `(rows, values, layer) -> (outputs, saved)`. `saved` has the values that `remat` keeps
+        (none: every value) for `backward`, without complete weights."""
         return self._programs[step.stage, _forward]
 
     def backward(self, step: Step) -> Callable:
-        """The program `(saved, rows, active outputs' gradients) -> (gradient rows, active inputs' gradients)`."""
+        """Returns the program `(saved, rows, active outputs' gradients) -> (gradient rows, active inputs'
+        gradients)`."""
         return self._programs[step.stage, _backward]
 
     def infer(self, step: Step) -> Callable:
-        """The program `(rows, values, layer) -> (outputs, None)`, which saves no values."""
+        """Returns the program `(rows, values, layer) -> (outputs, None)`, which saves no values."""
         return self._programs[step.stage, _infer]
 
 
 def _one_first(program: Callable) -> Callable:
-    """If JAX caches compiled programs, lets one thread call `program` first and alone: other threads read the cache.
-
-    All devices reach a new program at about the same time, so otherwise each thread would compile it.
-    """
+    """Lets one thread call `program` first and alone if JAX caches compiled programs, so that all other threads read
+    the cache. All devices reach a new program at about the same time, and each thread would compile the program."""
     if not jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         return program
     lock, called = threading.Lock(), threading.Event()
@@ -86,7 +83,7 @@ def _one_first(program: Callable) -> Callable:
 @functools.partial(jax.tree_util.register_static)
 @dataclasses.dataclass(frozen=True)
 class _Dropped:
-    """Replaces the complete weight `index` in saved values: the weight is fetched again."""
+    """Replaces the complete weight `index` in saved values, because the weight is fetched again."""
 
     index: int
 
@@ -99,7 +96,7 @@ def _forward(stage: Stage, whole: Whole, remat: str) -> Callable:
         def body(weights: Arrays, active: Arrays, passive: Arrays, layer: Layer) -> list[jax.Array]:
             return stage.function(weights, _merge(stage.active_in, active, passive), layer)
 
-        if remat != "none":  # the passes are separate programs: nothing can be merged across them
+        if remat != "none":  # nothing can be merged across the passes, which are separate programs
             body = jax.checkpoint(body, prevent_cse=False, policy=REMAT[remat])
 
         def active_part(weights: Arrays, active: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:

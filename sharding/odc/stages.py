@@ -1,12 +1,12 @@
-"""A model's loss cut into stages: each layer, and each part between two stacks of layers, is a program of its own.
+"""Cuts a model's loss into stages. Each layer, and each part between two stacks of layers, is a program.
 
-FSDP runs the loss as one program a device. ODC must stop between any two layers, to fetch weights and push gradients.
-The loss is traced once with complete weights (`Trace`). A `MarkingWalk` leaves one equation in the trace for each stack
-that the model walks; the equations between two stacks form one more stage. So ODC computes the same operations as other
-strategies, for any model that walks its stacks with `Walk.scan`, and models do not depend on ODC.
+ODC stops between any two layers, to fetch weights and push gradients. The loss is traced once with complete weights
+(`Trace`). A `MarkingWalk` leaves one equation in the trace for each stack that the model walks. The equations between
+two stacks form another stage. ODC therefore computes the same operations as other strategies, for any model that walks
+its stacks with `Walk.scan`.
 
-This file holds everything that ODC needs of JAX's representation of programs. An equation of our own marks a stack,
-because the parameters of JAX's own loops are private and change from release to release.
+Only this file of ODC reads JAX's representation of programs. Its own primitive marks a stack, because the parameters of
+JAX's loops are private and change from release to release.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from jaxtyping import PyTree
 from ..walk import Params, Stack, Walk
 
 T = TypeVar("T")
-Slots = Sequence[int]  # indices of values that stages pass to each other; each value is written once
+Slots = Sequence[int]  # indices of values that stages pass to each other, each written once
 Arrays = Sequence[jax.Array]
 Layer = jax.Array | np.int32  # the index of a layer among the layers of its kind
 Run = Callable[..., Sequence[jax.Array]]
@@ -35,11 +35,9 @@ Run = Callable[..., Sequence[jax.Array]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
-    """`function(arrays, inputs, layer)` computes a stage's outputs from complete weights, of one layer if `stacked`.
-
-    `weights` are the weights' indices among the leaves of the parameters. `active_in` and `active_out` say through
-    which inputs and outputs gradients flow: floats that may depend on weights.
-    """
+    """`function(weights, inputs, layer)` computes a stage's outputs from complete weights (if `stacked`: of one layer).
+    `weights` are the weights' indices among the leaves of the parameters. `active_in` and `active_out` are True for the
+    inputs and outputs that pass gradients, which are floats that may depend on weights."""
 
     name: str
     function: Callable[[Arrays, Arrays, Layer], list[jax.Array]]
@@ -51,18 +49,18 @@ class Stage:
 
 @dataclasses.dataclass(eq=False)
 class Step:
-    """One application of a stage: the slots of the values that it reads and writes, and the layer (0 if not stacked).
-    Layers count among the layers of their kind."""
+    """One application of a stage, with the slots of the values that the step reads and writes. `layer` is the index
+    among the layers of its kind, or 0 if the stage is not stacked."""
 
     stage: Stage
     layer: int
     reads: Slots
     writes: Slots
-    last: Slots = ()  # values that neither a later step nor a result needs
+    last: Slots = ()  # values that no later step and no result needs
 
     @property
     def learns(self) -> bool:
-        """Says whether there is a backward pass through the step."""
+        """Says whether gradients flow through the step."""
         return bool(self.stage.weights) or any(self.stage.active_in)
 
     @property
@@ -75,46 +73,44 @@ class StageError(ValueError):
 
 
 class Trace:
-    """The equations of `function(*args)`, whose arguments may be abstract (`ShapeDtypeStruct`s) or traced themselves.
-
-    `inputs` are the variables of the arguments' leaves, `outputs` the variables or literals of the results' leaves,
-    `results` the results' shapes. `constants` are the values of all other variables that the equations read: arrays, or
-    traced values from outside the function.
-    """
+    """The equations of `function(*args)`, whose arguments may be abstract (`ShapeDtypeStruct`) or traced. `inputs` are
+    the variables of the arguments' leaves, and `outputs` the variables or literals of the results' leaves. `results`
+    are the results' shapes. `constants` has the values (arrays, or traced values from outside the function) of all
+    other variables that the equations read."""
 
     def __init__(self, function: Callable[..., PyTree], *args: PyTree) -> None:
         closed, self.results = jax.make_jaxpr(function, return_shape=True)(*args)
-        self._jaxpr: Any = getattr(closed, "jaxpr", closed)  # older JAX has two classes, JAX 0.12 one
+        self._jaxpr: Any = getattr(closed, "jaxpr", closed)  # older JAX has two classes of jaxprs
         self.inputs: list[Var] = list(self._jaxpr.invars)
         self.outputs: list[Var | Constant] = list(self._jaxpr.outvars)
         self.equations: list[JaxprEqn] = list(self._jaxpr.eqns)
         self.constants: dict[Var, jax.Array] = dict(zip(self._jaxpr.constvars, closed.consts, strict=True))
 
     def run(self, inputs: Sequence[Var], equations: Sequence[JaxprEqn], outputs: Sequence[Var | Constant]) -> Run:
-        """Makes the function that computes the variables `outputs` from the variables `inputs` by these equations."""
+        """Returns the function that computes the variables `outputs` from the variables `inputs` by these equations."""
         part = self._jaxpr.replace(constvars=[], invars=list(inputs), outvars=list(outputs), eqns=list(equations))
         return core.jaxpr_as_fun(core.ClosedJaxpr(part, []))
 
 
 def is_float(variable: Var) -> bool:
-    """Tells whether gradients can flow through a variable."""
+    """Says whether gradients can flow through a variable."""
     return jnp.issubdtype(variable.aval.dtype, jnp.inexact)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerBody:
-    """The program of a kind of layers: `layer(*captured, *carried, *parts)` returns the `carried` of the next layer."""
+    """The program of a kind of layers. `layer(*captured, *carried, *parts)` returns the `carried` of the next layer."""
 
     layer: Run
-    captured: int  # values that every layer reads unsliced
-    parts: int  # values with one part for each layer of this kind
+    captured: int  # number of values that every layer reads unsliced
+    parts: int  # number of values with a part for each layer of this kind
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MarkedStack:
-    """The parameters of a stack's equation. The equation reads the `carried` values of the first layer, then, for each
-    kind of layers, the captured values and the values with a part for each layer. The equation returns the `carried`
-    values of the last layer, with the shapes of `results`. `order` has the kind of each layer."""
+    """The parameters of a stack's equation. The equation first reads the `carried` values of the first layer. For each
+    kind of layers, it then reads the captured values, and the values with a part for each layer. The equation returns
+    the carried values of the last layer, with the shapes of `results`. `order` has the kind of each layer."""
 
     bodies: Mapping[str, LayerBody]
     order: tuple[str, ...]
@@ -128,7 +124,7 @@ _stack_of_layers.def_abstract_eval(lambda *_, stack: list(stack.results))
 
 
 class MarkingWalk(Walk):
-    """A walk that runs no stack, but leaves one equation for each stack in the trace. Weights are complete."""
+    """A walk with complete weights that leaves one equation for each stack in the trace, and runs no stack."""
 
     def scan(
         self,
@@ -137,7 +133,7 @@ class MarkingWalk(Walk):
         step: Callable[[Any, PyTree, PyTree], tuple[PyTree, PyTree]],
         xs: PyTree = None,
     ) -> tuple[PyTree, PyTree]:
-        """Marks a stack in a `Trace`, without running it. Raises StageError for a `step` that returns something for
+        """Marks a stack in a `Trace`, without running the stack. Raises StageError if `step` returns something for
         every layer, or a carry of other shapes."""
         given, start = jax.tree.flatten(carry)
         bodies: dict[str, LayerBody] = {}
@@ -166,7 +162,7 @@ class MarkingWalk(Walk):
 
 
 def _one_layer(graphdef: Any, tree: Any, step: Callable, carry: PyTree, stacked: Sequence[Any]) -> Trace:
-    """The trace of `step` with the shapes of one layer's part of the `stacked` values."""
+    """Traces `step` with the shapes of one layer's part of the `stacked` values."""
 
     def one_layer(carry: PyTree, parts: list[jax.Array]) -> tuple[PyTree, PyTree]:
         state, x = jax.tree.unflatten(tree, parts)
@@ -180,12 +176,10 @@ def _shapes(tree: PyTree) -> PyTree:
 
 
 class Program:
-    """All steps of `function(params, batch)` in order; both arguments may be abstract (`ShapeDtypeStruct`s).
-
-    `inputs` are the slots of the batch's leaves, `outputs` the slots of the function's results (or constants); `tree`
-    is the results' structure. Raises StageError for a stack that starts from a constant or a weight, or whose layers
-    all read one weight unsliced.
-    """
+    """All steps of `function(params, batch)` in order. Both arguments may be abstract (`ShapeDtypeStruct`). `inputs`
+    are the slots of the batch's leaves. `outputs` are the slots of the function's results, or constants. `tree` is the
+    results' structure. Raises StageError for a stack that starts from a constant or a weight, or whose layers all read
+    one weight unsliced."""
 
     def __init__(self, function: Callable[[Params, PyTree], PyTree], params: Params, batch: PyTree) -> None:
         self._trace = trace = Trace(function, params, batch)
@@ -208,14 +202,13 @@ class Program:
                 begin = at + 1
         self._segment(begin, len(trace.equations))
         self.outputs = [self._output(var) for var in trace.outputs]
-        self.tree: Any = jax.tree.structure(trace.results)  # a PyTreeDef, for which type checkers know no type
-        seen = {output for output in self.outputs if isinstance(output, int)}  # results outlive all steps
+        self.tree: Any = jax.tree.structure(trace.results)  # a PyTreeDef, which type checkers do not know
+        seen = {output for output in self.outputs if isinstance(output, int)}  # results are needed until the end
         for step in reversed(self.steps):
             step.last = [slot for slot in _ordered((*step.reads, *step.writes)) if slot not in seen]
             seen.update(step.last)
 
     def _segment(self, begin: int, end: int) -> None:
-        """Adds one step for the equations from `begin` to `end`, unless no later equation or result needs them."""
         eqns = self._trace.equations[begin:end]
         if not eqns:
             return
@@ -248,7 +241,6 @@ class Program:
         self.steps.append(Step(stage, 0, reads, [self._new(var) for var in results]))
 
     def _stack(self, stack: MarkedStack, eqn: JaxprEqn) -> None:
-        """Adds one step for each layer; all layers of one kind share a stage."""
         given, rest = eqn.invars[: stack.carried], iter(eqn.invars[stack.carried :])
         carries = [var for var in _variables(given) if var in self._slot]
         if len(carries) < stack.carried:
@@ -272,14 +264,14 @@ class Program:
     def _layer_stage(
         self, body: LayerBody, carries: Sequence[Var], rest: Sequence[Var | Constant]
     ) -> tuple[Stage, list[int], list[int]]:
-        """(the stage of a kind of layers, the slots of its inputs, the indices of carried values among these slots).
-        `rest` are the variables that the body captures, then the variables with a part for each layer."""
+        """Returns (the stage of a kind of layers, the slots of its inputs, the indices of carried values among these
+        slots). `rest` has the variables that the body captures, and then the variables with a part for each layer."""
         shared = body.captured + len(carries)
         consts: list[np.ndarray] = []
         weights: list[int] = []
         values: list[Var] = []
         # For each argument of the body: its kind (0: a constant, 1: a weight, 2: a value), its index within the kind,
-        # and whether the stage takes one layer's part of it. The stage gets weights of one layer: nothing to take.
+        # and whether the stage cuts out one layer's part. Weights are already those of one layer.
         sources: list[tuple[int, int, bool]] = []
         carried: list[int] = []  # indices of the `values` that one layer passes to the next
         for at, var in enumerate([*rest[: body.captured], *carries, *rest[body.captured :]]):
@@ -335,14 +327,14 @@ def _ordered(items: Iterable[T]) -> list[T]:
 
 
 def _stack_name(paths: Sequence[str]) -> str:
-    """The common part of the paths of a stack's weights: `layers`, `visual.blocks`."""
+    """Returns the common part of the paths of a stack's weights, such as `visual.blocks`."""
     modules = [path.split(".")[:-1] for path in paths]
-    levels = zip(*modules, strict=False)  # as many levels as the shallowest weight has
+    levels = zip(*modules, strict=False)  # up to the level of the shallowest weight
     return ".".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels))
 
 
 def _segment_name(paths: Sequence[str]) -> str:
-    """The modules of these weights, without modules inside another one: `embedding, visual.patch_embed`."""
+    """Returns the outermost modules of these weights, such as `embedding, visual.patch_embed`."""
     modules = _ordered(path.rpartition(".")[0] or path for path in paths)
     outer = [name for name in modules if not any(name.startswith(f"{module}.") for module in modules)]
     return ", ".join(outer) or "inputs"

@@ -1,18 +1,18 @@
-"""Brings rows to workers and gradients to owners in one minibatch, between devices of this process and of others.
+"""Brings rows to workers, and gradients to owners, in one minibatch, within a process and between processes.
 
 An itinerary lists the weights that a device needs at each of its steps. A window fetches the weights in time. A device
-holds the weights of at most three steps: the dispatched step, the next step, and the step before, which may still run.
+holds the weights of at most three steps: the previous step, which may still run, the dispatched step, and the next
+step.
 
-Processes send each other no requests. Each process knows the complete minibatch, and so the rows that devices of other
-processes will fetch, and the order of the fetches. It offers these rows under numbers that both sides count up. Each
-process also knows the gradients that devices of other processes will push, and pulls these gradients in order. A worker
-that is many pushes ahead of an owner waits.
+Processes send each other no requests, because each process knows the complete minibatch. It therefore knows the rows
+that devices of other processes will fetch, and offers these rows under numbers that both sides count up. It also knows
+the gradients that devices of other processes will push, and pulls these gradients in order. A worker that is many
+pushes ahead of an owner waits.
 
 Owners add gradients up. In arrival order a push is added at once, and two runs may differ in the last bits. In a fixed
-order a push waits for its key's pushes of all microbatches that the plan expects to end earlier. Few pushes wait if the
-expectation is right. The number of waiting pushes is bounded: a device with too many waiting pushes waits, too. This
-can't block all devices. Look at the first microbatch, in the order, that is not added in full: its device never waits,
-since the microbatch's pushes are next, and a fetch only reads.
+order a push waits for its key's pushes of all microbatches that the plan expects to end earlier. A device with too many
+waiting pushes waits, too. The device of the first microbatch that is not completely added never waits, because the
+pushes of this microbatch are next in the order.
 """
 
 import collections
@@ -32,27 +32,28 @@ from .flat import ParameterRows
 
 Key = tuple[int, int]  # unit, layer
 Turn = tuple[int, int]  # device, number of the microbatch on this device
-Row = tuple[jax.Array, ...]  # a unit's rows, one of each owner in order, on the device that fetched them
-Itinerary = Sequence[tuple[Key, ...]]  # the keys of the weights of each step of a device
-BOUND = 6  # a device with more pushes that wait at an owner waits itself
+Row = tuple[jax.Array, ...]  # one layer's row of each owner, in order, on the device that fetched the rows
+Itinerary = Sequence[tuple[Key, ...]]  # for each step of a device: the keys of its weights
+BOUND = 6  # most waiting pushes of a device at an owner before the device waits
 _FETCH, _PUSH = 0, 1
 
 
 def held_at(itinerary: Itinerary, step: int) -> list[Key]:
-    """The keys of the weights that the window holds or fetches when this step is dispatched: those of this step and of
-    the next step. The program of the step before may still run, and holds its weights meanwhile."""
+    """Returns the keys of the weights that the window holds or fetches when this step is dispatched. These are the
+    weights of this step and of the next step."""
     return list(dict.fromkeys(key for needs in itinerary[step : step + 2] for key in needs))
 
 
 def fetches(itinerary: Itinerary) -> list[list[Key]]:
-    """The keys that are fetched before each step. Weights that a step shares with one of the next two steps are fetched
-    once. Owners in other processes compute the same lists."""
+    """Returns the keys that are fetched before each step. Weights that are still held are not fetched again. Owners in
+    other processes compute the same lists."""
     held = [held_at(itinerary, step) for step in range(len(itinerary))]
     return [[key for key in now if key not in before] for before, now in itertools.pairwise([[], *held])]
 
 
 class Window:
-    """Walks an itinerary. `fetch(key, count)` starts the transfer number `count`, `ready` waits for fetched rows."""
+    """Fetches the weights of an itinerary. `fetch(key, count)` starts the transfer number `count`. `ready` waits for
+    fetched rows."""
 
     def __init__(
         self, itinerary: Itinerary, fetch: Callable[[Key, int], Row], ready: Callable[[Sequence[Row]], None]
@@ -60,12 +61,12 @@ class Window:
         self._itinerary, self._fetch, self._ready = itinerary, fetch, ready
         self._fetches = fetches(itinerary)
         self._held: dict[Key, Row] = {}
-        self._pending = collections.deque[jax.Array]()  # results of the last steps, which may not be done
+        self._pending = collections.deque[jax.Array]()  # outputs of the last steps, which may still run
         self._step = self._count = 0
 
     def next(self) -> list[Row]:
-        """Returns the rows of the next step, and starts the transfers for the step after it."""
-        if len(self._pending) > 1:  # waits for the device: further steps ahead would hold more weights
+        """Returns the rows of the next step, and starts the transfers for the following step."""
+        if len(self._pending) > 1:  # waits, because further dispatched steps would hold more weights
             jax.block_until_ready(self._pending.popleft())
         self._held = {key: self._held[key] for key in held_at(self._itinerary, self._step) if key in self._held}
         for key in self._fetches[self._step]:
@@ -78,11 +79,11 @@ class Window:
 
     @property
     def done(self) -> int:
-        """The number of steps that are surely done, because `next` has waited for them."""
+        """The number of steps that `next` has waited for, which are surely done."""
         return self._step - len(self._pending)
 
     def dispatched(self, result: jax.Array) -> None:
-        """Notes that a step was dispatched; `result` is any output of its program."""
+        """Notes that a step was dispatched. `result` is any output of its program."""
         self._pending.append(result)
 
     def finish(self) -> None:
@@ -100,11 +101,9 @@ class _Owner:
 
 
 class PushedGradients:
-    """Sums of pushed rows, in float32, on the devices that own the rows.
-
-    `orders` gives, for each owner's device and each key, the order in which pushes are added; None adds them as they
-    arrive. `check` is called while a push waits, and raises if the minibatch has failed.
-    """
+    """Sums of pushed rows, in float32, on the devices that own the rows. `orders` has, for each owner's device and each
+    key, the order in which pushes are added (None: the order of arrival). `check` is called while a push waits, and
+    raises if the minibatch has failed."""
 
     def __init__(
         self,
@@ -118,7 +117,7 @@ class PushedGradients:
             self._owners[device].order = {key: collections.deque(turns) for key, turns in order.items()}
 
     def push(self, owner: Device, key: Key, turn: Turn, row: jax.Array) -> None:
-        """Adds a row, which may be on any device; blocks while more than `BOUND` pushes of the pushing device wait."""
+        """Adds a row, which may be on any device. Blocks while more than `BOUND` pushes of the pushing device wait."""
         server = self._owners[owner]
         row = jax.device_put(row, owner)
         with server.changed:
@@ -133,7 +132,7 @@ class PushedGradients:
                 server.changed.wait(timeout=0.1)
 
     def of(self, owner: Device, key: Key, size: int) -> jax.Array:
-        """The sum of a key's pushes, `[size]` float32; zeros if nothing was pushed."""
+        """Returns the sum of a key's pushes, `[size]` float32, or zeros if nothing was pushed. Forgets the sum."""
         total = self._owners[owner].sums.pop(key, None)
         return jax.device_put(jnp.zeros(size, jnp.float32), owner) if total is None else total
 
@@ -161,9 +160,9 @@ def _sum(total: jax.Array, row: jax.Array) -> jax.Array:
 
 
 class Traffic:
-    """The transfers of one minibatch. `published` are its rows, `devices` all devices in the order of the mesh, `local`
-    the numbers of this process's devices. `links` lead to the other processes (None: no transfers between processes);
-    `number` is the minibatch's number in the lifetime of the links."""
+    """The transfers of one minibatch. `published` are the published rows of parameters. `devices` are all devices in
+    the order of the mesh, and `local` the numbers of this process's devices. `links` lead to the other processes (None:
+    there are none). `number` is the minibatch's number in the lifetime of the links."""
 
     def __init__(
         self,
@@ -188,7 +187,8 @@ class Traffic:
         return [d for d in range(len(self._devices)) if d not in self._local and self._owners_here(d)]
 
     def offer(self, trips: Sequence[Itinerary]) -> None:
-        """Offers all rows that devices of other processes will fetch here; `trips[d]` is device `d`'s itinerary."""
+        """Offers all rows that devices of other processes will fetch from this process. `trips[d]` is the itinerary of
+        device `d`."""
         for client in self.clients:
             keys = [key for keys in fetches(trips[client]) for key in keys]
             for count, key in enumerate(keys):
@@ -196,7 +196,7 @@ class Traffic:
                     self._links.offer(self._name(_FETCH, client, count, owner), [self._row(owner, key)])
 
     def window(self, device: int, trip: Itinerary) -> Window:
-        """Makes the window through which this device gets its weights."""
+        """Returns the window through which this device gets its weights."""
         owners = self._rows.members(device)
         here = [owner for owner in owners if owner in self._local]
 
@@ -215,7 +215,7 @@ class Traffic:
         return Window(trip, fetch, ready)
 
     def pusher(self, device: int, gradients: PushedGradients) -> Callable[[Key, int, Sequence[jax.Array]], None]:
-        """Makes the function that sends this device's gradients to their owners."""
+        """Returns the function that sends this device's gradients to their owners."""
         count = 0
 
         def push(key: Key, microbatch: int, rows: Sequence[jax.Array]) -> None:
@@ -231,7 +231,7 @@ class Traffic:
         return push
 
     def serve(self, client: int, pushes: Sequence[tuple[int, Key]], gradients: PushedGradients) -> None:
-        """Takes all gradients that a device of another process pushes here in this minibatch."""
+        """Takes all gradients that a device of another process pushes to this process in this minibatch."""
         owners = self._owners_here(client)
         for count, (microbatch, key) in enumerate(pushes):
             rows = [self._pull(client, self._name(_PUSH, client, count, owner), key, owner) for owner in owners]
@@ -254,12 +254,12 @@ class Traffic:
         return self._shards[unit][layer][self._devices[owner]]
 
     def _pull(self, source: int, name: int, key: Key, device: int) -> jax.Array:
-        """Starts the transfer of a row, or of its gradient, from device `source` of another process."""
         like = jax.ShapeDtypeStruct((self._rows.units[key[0]].size * self._rows.outer,), self._dtype)
         return self._links.fetch(self._devices[source].process_index, name, [like], self._devices[device])[0]
 
     def _name(self, kind: int, client: int, count: int, owner: int) -> int:
-        """The name of a transfer, unique in the offering process. Raises ValueError if 63 bits do not suffice."""
+        """Returns the name of a transfer, unique in the offering process. Raises ValueError if 63 bits do not
+        suffice."""
         name = 0
         for part, bits in ((self._number, 24), (kind, 1), (client, 10), (owner, 10), (count, 18)):
             if part >> bits:
@@ -275,5 +275,4 @@ class Traffic:
         return f"taken/{self._number}/"
 
     def _topic(self, client: int, owner: int) -> str:
-        """The topic under which an owner says that it has taken a gradient of device `client`."""
         return f"{self._taken}{client}/{owner}"

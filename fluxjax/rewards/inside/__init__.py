@@ -1,1 +1,2 @@
-"""The programs that run inside sandboxes: the tests of a task, and the code of a response. Standard library only."""
+"""The programs that run inside sandboxes: the tests of a task, and the code of a response. They import only the
+standard library."""

@@ -1,8 +1,7 @@
-"""Runs the code of a response: as a program, or to answer calls of its functions. Calls and answers are lines of plain
-data.
+"""Runs the code of a response as a program, or answers calls of the code's functions in lines of plain data.
 
-This process gets the code and the program's input, or the arguments of requested calls. It gets neither the tests nor
-the expected values. Only the output of the program, or the values of the calls, count.
+This process gets neither the tests nor the expected values. Only the output of the program, or the values of the calls,
+count.
 """
 
 import ast
@@ -18,7 +17,7 @@ from . import plain
 
 
 def run_program(path: str) -> None:
-    """Runs the file as a main program, on this process's input and output."""
+    """Runs the file as a main program, on the input and output of this process."""
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # `site`, which defines these, may be off
     with open(path) as file:
         source = file.read()
@@ -40,7 +39,7 @@ def answer_calls(path: str) -> None:
         response: dict[str, str] = json.load(file)
     os.chdir("/tmp")
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
-    module = sys.modules["solution"] = types.ModuleType("solution")  # pickle looks the code up by this name
+    module = sys.modules["solution"] = types.ModuleType("solution")  # pickle finds the code by this name
     plain.write(answers, _outcome(lambda: _load(module, **response)))
     _answer(requests, answers, Objects(module))
     os._exit(0)  # does not wait for threads of the code
@@ -63,7 +62,8 @@ def _stands_alone(code: str, entry_point: str) -> bool:
 
 
 class Objects:
-    """The objects that tests name by number: the code's module (number 0), and results that are not plain data."""
+    """The objects that tests name by number. Number 0 is the code's module; all other objects are results that are not
+    plain data."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._objects: list[Any] = [module]
@@ -73,7 +73,8 @@ class Objects:
         return {"object": len(self._objects) - 1}
 
     def do(self, request: dict[str, Any]) -> Any:
-        """Returns the encoded result of one request: the value of a name or of a call, or the contents of an object."""
+        """Returns the encoded result of one request, which is the value of a name or of a call, or the contents of an
+        object."""
         target = self._objects[request["object"]]
         for name in request["path"]:
             target = getattr(target, name)
@@ -103,12 +104,11 @@ def _answer(requests: BinaryIO, answers: BinaryIO, objects: Objects) -> None:
 
 
 def _outcome(work: Callable[[], Any]) -> dict[str, Any]:
-    """Returns `{"value": ...}`, or `{"raised": [names of the error's types, message]}`; `sys.exit` is an error, too."""
     try:
         return {"value": work()}
     except BaseException as error:
         try:
             message = str(error)[:500]
-        except BaseException:  # the code's class may define `__str__`
+        except BaseException:  # `__str__` of the code's class may raise
             message = ""
         return {"raised": [[kind.__name__ for kind in type(error).__mro__], message]}

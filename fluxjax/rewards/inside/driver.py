@@ -2,7 +2,7 @@
 
 A test sees a stand-in for each function or class of the code. A call sends its arguments as plain data, and the test
 compares plain data. The verdict is the last line of standard error. Requests to the code's process go to standard
-output, its answers come on standard input.
+output, and answers come on standard input.
 """
 
 import ast
@@ -19,11 +19,11 @@ from typing import Any
 
 from . import plain
 
-_QUIET = ("StopIteration", "StopAsyncIteration")  # they would silently end a test's loop over `map(candidate, ...)`
+_QUIET = ("StopIteration", "StopAsyncIteration")  # would silently end a test's loop over `map(candidate, ...)`
 
 
 class Gone(Exception):
-    """The code's process has ended or broken the protocol; from then on no test passes."""
+    """The code's process has ended or broken the protocol, and no later test passes."""
 
 
 class Raised(Exception):
@@ -36,7 +36,7 @@ class Conversation:
     def __init__(self) -> None:
         self._answers, self._requests = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
         self.broken = ""
-        self._contents: dict[Any, Any] = {}  # contents of objects, read since the last call of the code
+        self._contents: dict[Any, Any] = {}  # contents of objects that were read since the last call of the code
 
     def hear(self) -> Any:
         """Returns the next value from the code's process. Raises the code's exception, or `Gone`."""
@@ -71,8 +71,8 @@ class Conversation:
         return self.hear()
 
     def contents(self, number: int, path: tuple[str, ...]) -> tuple[Any, Any]:
-        """Returns the items of an object and its length; None for missing items or a missing length. Items are copied
-        once, so that `len` and a loop agree."""
+        """Returns the items and the length of an object, with None for each that is missing. Items are copied once, so
+        that `len` and a loop agree."""
         if (number, path) not in self._contents:
             items, length = self.ask(number, path, "contents")
             self._contents[number, path] = (None, length) if items is None else (items := list(items), len(items))
@@ -80,7 +80,7 @@ class Conversation:
 
 
 def _exception(names: list[str], message: str) -> Exception:
-    """Returns an exception of the first built-in type in `names`, so that tests can expect it; else a `Raised`."""
+    """Returns an exception of the first built-in type in `names`, which tests can expect, or else a `Raised`."""
     for name in names:
         kind = getattr(builtins, name, None)
         if name not in _QUIET and isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception:
@@ -92,10 +92,8 @@ def _exception(names: list[str], message: str) -> Exception:
 
 
 class StandIn:
-    """Stands for a function, class or object of the code: it can be called, and has attributes and items.
-
-    It equals only itself, and is neither true nor false: an answer that is not plain data passes no comparison.
-    """
+    """Stands for a function, class or object of the code. A stand-in equals only itself, and `bool` raises TypeError,
+    so that an answer that is not plain data passes no comparison."""
 
     def __init__(self, conversation: Conversation, number: int, path: tuple[str, ...] = ()) -> None:
         self.__dict__["_at"] = conversation, number, path
@@ -115,7 +113,7 @@ class StandIn:
 
     def __len__(self) -> int:
         conversation, *target = self._at
-        return conversation.contents(*target)[1]  # None, which raises TypeError, if it has no length
+        return conversation.contents(*target)[1]  # None, for a missing length, makes `len` raise TypeError
 
     def __getitem__(self, key: Any) -> Any:
         return self._method("__getitem__", key)
@@ -139,7 +137,7 @@ def _number(value: Any) -> dict[str, int]:
 
 
 def solution(conversation: Conversation, names: Iterable[str]) -> types.ModuleType:
-    """Returns the module `solution`, from which tests import the code; `from solution import *` imports `names`."""
+    """Returns the module `solution`, from which tests import the code. `from solution import *` imports `names`."""
     module = types.ModuleType("solution")
     module.__getattr__ = StandIn(conversation, 0).__getattr__  # type: ignore[method-assign]
     module.__all__ = list(names)  # type: ignore[attr-defined]
@@ -151,7 +149,7 @@ def run_tests(path: str) -> None:
     conversation = Conversation()
     verdicts = os.fdopen(os.dup(2), "w")
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):  # tests' prints must not reach the verdict
+    for standard in (0, 1, 2):  # the tests' prints must not reach the verdict
         os.dup2(nowhere, standard)
     with open(path) as file:
         task = json.load(file)
@@ -170,16 +168,13 @@ def run_tests(path: str) -> None:
     os._exit(0)
 
 
-# --- shapes of tests: `check(candidate)`, functions `test_...`, classes, assertions, inputs with results ---
+# The forms of tests are `check(candidate)`, functions `test_...`, classes, assertions, and inputs with results.
 
 
 def wanted(tests: str, setup: str, entry_point: str) -> list[str]:
-    """Returns the names, each once, that `setup` and the tests use and only the code can define. A used `entry_point`
-    is always among them.
-
-    Names that the tests or `setup` define or import are left out, and names of Python: the code's own `abs` or `math`
-    does not replace the tests'.
-    """
+    """Returns the names, each once, that `setup` and the tests use and that only the code can define. A used
+    `entry_point` is always among these names. Names of Python, and names that the tests or `setup` define or import,
+    are left out. The code's own `abs` therefore does not replace the tests' `abs`."""
     nodes = [node for source in (complete(setup), tests) for node in ast.walk(ast.parse(source))]
     bound = set(dir(builtins))
     for node in nodes:
@@ -198,7 +193,8 @@ def wanted(tests: str, setup: str, entry_point: str) -> list[str]:
 
 
 def unusable(tests: str) -> str:
-    """Returns why no code could pass these tests: they are no Python, or import a missing package. Else empty."""
+    """Returns the reason why no code can pass these tests, or an empty text. The tests may be no Python, or import a
+    missing package."""
     try:
         body = ast.parse(tests).body
     except SyntaxError as error:
@@ -214,8 +210,8 @@ def unusable(tests: str) -> str:
 
 
 def complete(setup: str) -> str:
-    """Returns `setup` as code that compiles: if it ends at the head of a function for the response to continue, `pass`
-    is added as the body. Empty if it still does not compile."""
+    """Returns `setup` as code that compiles, or an empty text. If `setup` ends with the head of a function, `pass` is
+    added as the body."""
     for end in ("", "    pass\n", "\n    pass\n"):
         try:
             ast.parse(setup + end)
@@ -226,13 +222,13 @@ def complete(setup: str) -> str:
 
 
 def run(task: dict[str, Any], solution: types.ModuleType) -> str:
-    """Returns the failure, an empty text if there is none. Raises the exceptions of tests."""
+    """Returns the failure, or an empty text. Raises the exceptions of tests."""
     if not task["tests"]:
         return _compare(getattr(solution, task["entry_point"]), task["inputs"], task["outputs"])
     if "random" in task["tests"] + task["setup"]:
         import random
 
-        random.seed(0)  # a response's score is the same each time
+        random.seed(0)  # equal responses should get equal scores
     namespace: dict[str, Any] = {"__name__": "tests"}
     exec(compile(complete(task["setup"]), "setup", "exec"), namespace)
     for name in solution.__all__:
@@ -264,7 +260,7 @@ def asserts(tests: str) -> bool:
 
 
 def _call(function: types.FunctionType) -> int:
-    """Calls a test, once for each combination of its `pytest.mark.parametrize`. Returns the number of calls."""
+    """Calls a test once for each combination of its `pytest.mark.parametrize`. Returns the number of calls."""
     combinations: list[dict[str, Any]] = [{}]
     for mark in getattr(function, "pytestmark", []):
         if mark.name == "parametrize":
@@ -277,7 +273,7 @@ def _call(function: types.FunctionType) -> int:
 
 
 def _ran(result: Any) -> None:
-    """Raises TypeError if calling a test returned a coroutine or a generator, which did not run."""
+    """Raises TypeError if a test's result is a coroutine or a generator, which did not run."""
     if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
         raise TypeError("a test that is a coroutine or a generator is not supported")
 
@@ -319,7 +315,7 @@ def _compare(function: Any, inputs: list[list[Any]], outputs: list[Any]) -> str:
 
 
 def same(given: Any, expected: Any) -> bool:
-    """Compares plain data as JSON writes it: tuples are lists, and numbers are equal within 1e-9 of the larger one."""
+    """Compares plain data as in JSON. Tuples equal lists, and numbers are equal within 1e-9 of the larger number."""
     if isinstance(given, list | tuple) and isinstance(expected, list | tuple):
         return len(given) == len(expected) and all(map(same, given, expected))
     if isinstance(given, dict) and isinstance(expected, dict):

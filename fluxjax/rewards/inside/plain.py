@@ -1,8 +1,8 @@
-"""Plain data as lines of JSON: the only data that tests exchange with the tested code.
+"""Plain data as lines of JSON, the only data that tests exchange with the tested code.
 
-A received value consists of Python's own types, whatever object was sent: the value cannot claim to equal everything,
-nor run code when it is compared, printed or unpacked. Texts, lists, None, booleans and most numbers stand for
-themselves; any other value is a dict with one key, such as its type's name. No code is evaluated, no data unpickled.
+A received value consists of Python's own types. It can therefore neither claim to equal everything, nor run code when
+it is compared, printed or unpacked. Texts, lists, None, booleans and most numbers stand for themselves. Any other value
+is a dict with one key, such as the name of the value's type. No code is evaluated, and no data are unpickled.
 """
 
 import collections
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 
 LONGEST_LINE = 16 << 20  # bytes
-MOST_ITEMS = 100_000  # items of an iterator, which may be endless
-_EXACT = 1 << 53  # larger integers travel in hexadecimal: Python refuses long decimals, which take quadratic time
+MOST_ITEMS = 100_000  # most items of an iterator, which may be endless
+_EXACT = 1 << 53  # larger integers are hexadecimal, because Python refuses long decimals
 _COLLECTIONS: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
@@ -27,7 +27,7 @@ _ATOMS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {  
     "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
     "range": (range, lambda value: [value.start, value.stop, value.step], lambda ends: range(*ends)),
 }
-_MODULES = {"Decimal": "decimal", "Fraction": "fractions"}  # importing them takes longer than most tests
+_MODULES = {"Decimal": "decimal", "Fraction": "fractions"}  # imported when needed, which takes longer than most tests
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 
 
@@ -40,11 +40,8 @@ def _refuse(value: Any) -> Any:
 
 
 def encode(value: Any, encode_object: Callable[[Any], Any] = _refuse) -> Any:
-    """Returns a value as `json` can write it. Subclasses become their built-in base type; `encode_object` encodes
-    other objects.
-
-    Raises `NotPlain` for an iterator that is too long, and, by default, for other objects.
-    """
+    """Returns a value that `json` can write. Subclasses become their built-in base type. `encode_object` encodes other
+    objects. Raises `NotPlain` for an iterator that is too long and, by default, for other objects."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -66,7 +63,7 @@ def encode(value: Any, encode_object: Callable[[Any], Any] = _refuse) -> Any:
     kind = type(value)
     if _MODULES.get(kind.__name__) == kind.__module__:
         return {kind.__name__: str(value)}
-    if kind.__module__ == "numpy":  # numpy's arrays and numbers; `float64` is a float already
+    if kind.__module__ == "numpy":  # numpy's arrays and numbers, except for `float64`, which is a float
         return encode(value.tolist(), encode_object)
     return encode_object(value)
 
@@ -81,10 +78,8 @@ def _encode_items(values: Iterable[Any], encode_object: Callable[[Any], Any]) ->
 
 
 def decode(data: Any, object_at: Callable[[int], Any] = _refuse) -> Any:
-    """Returns the value that `encode` was given; `object_at(n)` returns the object of `{"object": n}`.
-
-    Raises `NotPlain` for data that are not of this protocol.
-    """
+    """Returns the value that `encode` encoded. `object_at(n)` returns the object of `{"object": n}`. Raises `NotPlain`
+    for data that are not of this protocol."""
     if data is None or isinstance(data, bool | int | float | str):
         return data
     if isinstance(data, list):
@@ -109,7 +104,7 @@ def decode(data: Any, object_at: Callable[[int], Any] = _refuse) -> Any:
 
 
 def write(pipe: BinaryIO, message: Any) -> None:
-    """Writes a result of `encode` as one line. Raises `NotPlain` if the result is nested too deep, or too long."""
+    """Writes a result of `encode` as one line. Raises `NotPlain` if the result is too deep or too long."""
     try:
         line = json.dumps(message).encode()
     except (RecursionError, ValueError) as error:
@@ -121,7 +116,7 @@ def write(pipe: BinaryIO, message: Any) -> None:
 
 
 def read(pipe: BinaryIO) -> Any:
-    """Reads a line. Raises EOFError if the other process has ended, `NotPlain` for anything but a line of JSON."""
+    """Reads a line. Raises EOFError if the other process has ended, and `NotPlain` if the line is no JSON."""
     line = pipe.readline(LONGEST_LINE)
     if not line:
         raise EOFError

@@ -1,4 +1,4 @@
-"""A judge inside the run's process: an engine of the protocol `rollout.engine.Engine`, used by the judge alone."""
+"""Judges inside the run's process."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from .questions import Answer, Question
 
 
 class EngineModel:
-    """Asks an engine by its protocol: `Judge(EngineModel(engine, processor))` is a reward. The engine's maker closes
-    it."""
+    """Asks an engine (`rollout.engine.Engine`), which only the judge uses. `Judge(EngineModel(engine, processor))` is a
+    reward. The maker of the engine closes it."""
 
     def __init__(self, engine: Engine, processor: Processor) -> None:
         self._engine, self._processor = engine, processor
         self._numbers = itertools.count()
 
     async def ask(self, question: Question) -> Answer:
-        """Asks the engine. Raises RewardFailure if the engine aborts its answer, `EngineError` if the engine fails."""
+        """Asks the engine. Raises RewardFailure if the engine aborts its answer, and `EngineError` if the engine
+        fails."""
         processor = self._processor
         sampling = SamplingParams(
             max_new_tokens=question.max_tokens,
@@ -36,7 +37,7 @@ class EngineModel:
         finish = None
         async with contextlib.AsyncExitStack() as left:
             stream = self._engine.generate(request)
-            if close := getattr(stream, "aclose", None):  # cancelling the call ends its request
+            if close := getattr(stream, "aclose", None):  # a cancelled call ends its request
                 left.push_async_callback(close)
             async for chunk in stream:
                 ids += chunk.token_ids
@@ -47,8 +48,8 @@ class EngineModel:
 
 
 class StreamedJudgeModel:
-    """Asks a judge whose layers travel from host memory (`rollout.streamed_judge`), because it shares a device with the
-    run's engines. The judge answers greedily, so give its reward `retries=0`: repeated questions have equal answers."""
+    """Asks a judge whose layers travel from host memory (`rollout.streamed_judge`), because the judge shares a device
+    with the run's engines. The judge answers greedily, so that its reward should have `retries=0`."""
 
     def __init__(self, judge: StreamedJudge, processor: Processor) -> None:
         self._judge, self._processor = judge, processor

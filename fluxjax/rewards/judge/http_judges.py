@@ -1,6 +1,6 @@
-"""Judges behind HTTP: OpenAI's chat completions, which SGLang and vLLM serve, too, and SGLang's native `/generate`.
+"""Judges behind HTTP, by OpenAI's chat completions (which SGLang and vLLM serve, too) or SGLang's native `/generate`.
 
-A question is posted again while the server has trouble and there is time before the deadline.
+A question is posted again while the server has trouble and the deadline leaves time.
 """
 
 from __future__ import annotations
@@ -31,23 +31,22 @@ from .questions import Answer, Question
 if TYPE_CHECKING:
     import aiohttp
 
-_MOST_BYTES = 1 << 20  # bytes of a reply
+_MOST_BYTES = 1 << 20  # most bytes of a reply
 _CONNECT_SECONDS = 10.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds between two tries; they double
-_LONGEST_SHARED = 60.0  # seconds that a Retry-After holds back other questions, at most
-_PASSING = frozenset({408, 425, 429})  # statuses after which a retry may succeed, beside all statuses from 500 on
-_MOST_IMAGE_BYTES = 20 << 20  # bytes of a file; OpenAI takes no larger files
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # least and most seconds between two tries; the pause doubles
+_LONGEST_SHARED = 60.0  # most seconds for which a Retry-After holds back other questions
+_PASSING = frozenset({408, 425, 429})  # statuses below 500 after which another try may succeed
+_MOST_IMAGE_BYTES = 20 << 20  # most bytes of an image file, as OpenAI takes it
 _BEGINNINGS = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif"}
 
 
 class ChatForm:
-    """Requests and replies of OpenAI's `/v1/chat/completions`. `extra` has fields of the body, in JSON; null leaves a
+    """Requests and replies of OpenAI's `/v1/chat/completions`. `extra` has fields of the body, in JSON. null leaves a
     field out."""
 
     route = "/v1/chat/completions"
 
     def __init__(self, model: str, extra: str = "") -> None:
-        """Raises ConfigError for `extra` that is no JSON object."""
         self._model = model
         try:
             self._extra = json.loads(extra or "{}")
@@ -73,12 +72,12 @@ class ChatForm:
         content = choice["message"].get("content")
         if content is not None and not isinstance(content, str):
             raise TypeError("content is no text")
-        return Answer(content or "", choice.get("finish_reason") != "length")  # content None: thoughts, no answer
+        return Answer(content or "", choice.get("finish_reason") != "length")  # None: only thoughts
 
 
 class GenerateForm:
-    """Requests and replies of `/generate`, as SGLang and `rollout.serve` have it. Questions are tokenised here, by the
-    tokenizer and the chat template of the server's checkpoint."""
+    """Requests and replies of `/generate`, as SGLang and `rollout.serve` have it. `processor` is that of the server's
+    checkpoint."""
 
     route = "/generate"
 
@@ -112,8 +111,8 @@ def load_processor(folder: str) -> models.processing.Processor:
 
 
 def question_ids(processor: models.processing.Processor, question: Question) -> list[int]:
-    """Returns the tokens of a question in the checkpoint's chat template. The text of a special token is broken up: a
-    response could end the user's message with it. Raises PromptError."""
+    """Returns the tokens of a question in the checkpoint's chat template. Texts of special tokens are broken up,
+    because a response could end the user's message with them. Raises PromptError."""
     text = question.text
     for token in processor.tokenizer.get_added_tokens_decoder().values():
         if token.special:
@@ -121,12 +120,9 @@ def question_ids(processor: models.processing.Processor, question: Question) -> 
     return list(processor.tokenise_chat(text))
 
 
-# --- images -----------------------------------------------------------------------------------
-
-
 async def image_urls(prompt: Prompt) -> tuple[str, ...]:
-    """Returns a URL for each image of a prompt. Raises RewardFailure for a video, an image inside a parquet file, and a
-    file that can't be read or has more than 20 MiB."""
+    """Returns a URL for each image of a prompt. Raises RewardFailure for a video, for an image inside a parquet file,
+    and for a file that can't be read or has more than 20 MiB."""
     return tuple([await asyncio.to_thread(_url, media) for media in prompt.media])
 
 
@@ -150,11 +146,8 @@ def _url(media: Media) -> str:
     return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
 
 
-# --- servers ----------------------------------------------------------------------------------
-
-
 class _Trouble(Exception):
-    """A try failed; a later try may succeed, after `pause` seconds if the server says so."""
+    """A try failed, and a later try may succeed. `pause` are the seconds that the server asks to wait."""
 
     def __init__(self, why: str, *, pause: float = 0.0, timed_out: bool = False) -> None:
         super().__init__(why)
@@ -163,7 +156,7 @@ class _Trouble(Exception):
 
 @dataclasses.dataclass(eq=False)
 class JudgeServer:
-    """A judge at an address. Tries after the first are counted as `retries` of `counts`."""
+    """A judge at an address. `counts["retries"]` counts the tries after the first try of a question."""
 
     url: str
     token: str = dataclasses.field(repr=False)
@@ -172,19 +165,19 @@ class JudgeServer:
     counts: MutableMapping[str, float]
 
     def __post_init__(self) -> None:
-        self._name = urlsplit(self.url)._replace(query="").geturl()  # for messages: a query may hold a key
-        self._not_before = 0.0  # the end of a Retry-After, by time.monotonic
+        self._name = urlsplit(self.url)._replace(query="").geturl()  # no query, which may hold a key
+        self._not_before = 0.0  # the end of a Retry-After, by `time.monotonic`
 
     async def ask(self, question: Question) -> Answer:
-        """Returns the answer. Raises RewardFailure if the server refuses, or there is no time for another try before
-        the deadline."""
+        """Returns the answer. Raises RewardFailure if the server refuses, or if the deadline leaves no time for another
+        try."""
         import aiohttp
 
         deadline, data = question.deadline, json.dumps(self.form.body(question)).encode()
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         headers |= {"Authorization": f"Bearer {self.token}"} if self.token else {}
         pause, worst = _FIRST_PAUSE, None
-        # Each question has its own session: a shared session would belong to one event loop, and be closed there.
+        # Each question has its own session, because a shared session would belong to one event loop.
         async with aiohttp.ClientSession(headers=headers, auto_decompress=False) as session:
             while True:
                 await self._held_back(deadline)
@@ -194,7 +187,7 @@ class JudgeServer:
                     trouble = error
                 except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                     trouble = _Trouble("its reply is not what this route replies")
-                if worst is None or not trouble.timed_out:  # a try cut short by the deadline says less
+                if worst is None or not trouble.timed_out:  # a try that the deadline cut says less
                     worst = trouble
                 wait = max(trouble.pause, pause * random.uniform(0.5, 1.0))  # random, so that retries spread
                 if time.monotonic() + wait >= deadline:
@@ -205,7 +198,6 @@ class JudgeServer:
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _held_back(self, deadline: float) -> None:
-        """Waits until the server's Retry-After is over. Raises RewardFailure if the deadline comes first."""
         while (wait := self._not_before - time.monotonic()) > 0:
             if self._not_before >= deadline:
                 raise self._final("it wants no questions (Retry-After) for too long")
@@ -241,7 +233,6 @@ class JudgeServer:
         return RewardFailure(Failing.RAISED, f"{self._name}: {why}")
 
     def _said(self, raw: bytes) -> str:
-        """Returns the text of an error reply, on one line, without the token."""
         text = raw[:2000].decode(errors="replace")
         try:
             said = json.loads(raw)
@@ -263,7 +254,7 @@ async def _bounded(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _retry_after(text: str) -> float:
-    """Returns the seconds of a Retry-After header, which may be a date; 0 if it cannot be read."""
+    """Returns the seconds of a Retry-After header, which may be a date, or 0 if the header cannot be read."""
     try:
         seconds = float(text)
     except ValueError:
@@ -271,13 +262,13 @@ def _retry_after(text: str) -> float:
             seconds = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
         except (ValueError, TypeError, OverflowError):
             return 0.0
-    return min(seconds, 1e6) if seconds > 0 else 0.0  # not NaN
+    return min(seconds, 1e6) if seconds > 0 else 0.0  # 0 for NaN, too
 
 
 def checked_url(url: str, route: str, token: str, plain_http: bool) -> str:
-    """Returns the address of a route: `route` is added if the address doesn't end with it. Raises ConfigError if `url`
-    is no http address or has credentials, and for a token that would go over http to another machine without
-    `plain_http`."""
+    """Returns the address of `route`, which is added to `url` if missing. Raises ConfigError if `url` is no http
+    address or has credentials. Without `plain_http`, raises ConfigError for a token that would go over http to another
+    machine."""
     parts = urlsplit(url)
     try:
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -299,8 +290,8 @@ def checked_url(url: str, route: str, token: str, plain_http: bool) -> str:
 
 
 def token_of(variable: str) -> str:
-    """Returns the token in an environment variable, "" without a name. Raises ConfigError for a variable without a
-    usable token."""
+    """Returns the token in an environment variable, or "" if `variable` is empty. Raises ConfigError for a variable
+    without a usable token."""
     if not variable:
         return ""
     token = os.environ.get(variable, "").strip()

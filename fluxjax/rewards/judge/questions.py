@@ -1,4 +1,5 @@
-"""Questions to a judge, by a rubric, and verdicts in its answers: no response can imitate a verdict."""
+"""Makes questions to a judge from a rubric, and reads verdicts from the judge's answers. No response can imitate a
+verdict."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _MATERIAL = ("prompt", "response", "answer")
 _FIELDS = (*_MATERIAL, "verdict", "nonce", "lowest", "highest")
 _FIELD = re.compile(r"\{\{([A-Za-z_]+)\}\}|\{([A-Za-z_]+)\}")  # {{word}} stands for the text {word}
 _SCALE = re.compile(r"\s*(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)\s+to\s+(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*")
-# Beginnings of the texts by which chat templates divide messages: some servers would divide a question there, too.
+# Beginnings of the texts by which chat templates divide messages. Some servers would divide a question at these texts.
 _TURNS = re.compile(r"<(?=[|\uff5c]|/?s>|(?:start|end)_of_turn>)|\[(?=/?(?:INST|SYSTEM_PROMPT)\])")
 _MARKS = re.compile(r"<(image|video)>")
 
@@ -56,14 +57,15 @@ BUILT_IN = {"correct": (CORRECT, "0 to 1"), "quality": (QUALITY, "1 to 10")}
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A user's message, and how its answer is sampled. `images` are data URLs or addresses, in the prompt's order."""
+    """A user's message, and how its answer is sampled. `images` are data URLs or addresses, in the order of the
+    prompt."""
 
     text: str
     images: tuple[str, ...]
-    seed: int  # equal questions have equal answers, if the model's sampling is reproducible
+    seed: int  # equal questions have equal answers if the model's sampling is reproducible
     temperature: float  # 0: greedy
     max_tokens: int
-    deadline: float  # by time.monotonic: the latest time of an answer
+    deadline: float  # the latest `time.monotonic` of an answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,18 +76,18 @@ class Answer:
 
 @runtime_checkable
 class JudgeModel(Protocol):
-    """A model that answers questions. `ask` is called on the run's event loop, for several questions at once; a call
-    may be cancelled. A repeated question has another seed and a temperature above 0."""
+    """A model that answers questions. `ask` is called on the run's event loop, for several questions at once, and a
+    call may be cancelled. A repeated question has another seed, and a temperature above 0."""
 
     async def ask(self, question: Question) -> Answer:
-        """Returns the answer. Raises `RewardFailure`, or any other error, if there will be no answer."""
+        """Returns the answer. Raises `RewardFailure`, or any other error, if there is no answer."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Rubric:
     """A template, and the ends of its scale. `{prompt}`, `{response}` and `{answer}` become tagged blocks of the
-    sample's texts, `{verdict}` becomes the form of a verdict."""
+    sample's texts. `{verdict}` becomes the form of a verdict."""
 
     template: str
     lowest: float
@@ -93,9 +95,9 @@ class Rubric:
 
     @classmethod
     def load(cls, name: str, scale: str = "", *, tells_form: bool = True) -> Rubric:
-        """Returns a built-in rubric, or the rubric of a file. `scale`, if not empty, replaces the rubric's scale (0 to
-        1 for a file). With `tells_form`, a template must have `{verdict}`. Raises ConfigError, with the file or the
-        field, for a template or a scale that can't be used."""
+        """Returns a built-in rubric, or the rubric of a file. A nonempty `scale` replaces the rubric's scale (0 to 1
+        for a file). With `tells_form`, a template must have `{verdict}`. Raises ConfigError for an unusable template or
+        scale."""
         if name in BUILT_IN:
             template, own_scale = BUILT_IN[name]
         else:
@@ -120,20 +122,20 @@ class Rubric:
         return cls(template, float(match[1]), float(match[2]))
 
     def share(self, number: float) -> float | None:
-        """Returns a number's position on the scale, in [0, 1]; None for a number outside the scale."""
+        """Returns a number's position on the scale, in [0, 1], or None for a number outside the scale."""
         if not self.lowest <= number <= self.highest:
             return None
         return (number - self.lowest) / (self.highest - self.lowest)
 
     def filled(self, prompt: Prompt, response: str, form: str) -> tuple[str, str]:
-        """Returns the question, and its nonce, which stands in none of the sample's texts. `form` is the form of a
+        """Returns the question, and the question's nonce, which none of the sample's texts has. `form` is the form of a
         verdict, with the field `{nonce}`."""
         material = dict(zip(_MATERIAL, map(_harmless, (prompt.text, response, prompt.answer)), strict=True))
         nonce = nonce_of(*material.values())
         values = {name: f"<{name}-{nonce}>\n{text}\n</{name}-{nonce}>" for name, text in material.items()}
         values |= {"nonce": nonce, "verdict": form.replace("{nonce}", nonce)}
         values |= {"lowest": f"{self.lowest:g}", "highest": f"{self.highest:g}"}
-        # Fills in all fields in one pass: a response that has the name of a field in braces keeps this text.
+        # One pass fills in all fields, so that a response may have the name of a field.
         return _FIELD.sub(lambda field: f"{{{field[1]}}}" if field[1] else values[field[2]], self.template), nonce
 
 
@@ -150,34 +152,30 @@ def _template(name: str) -> str:
 
 
 def _harmless(text: str) -> str:
-    """Returns the text with harmless forms of media marks and of texts that divide messages."""
     return _TURNS.sub(lambda mark: f"{mark[0]} ", _MARKS.sub(r"[\1]", sendable(text)))
 
 
 def nonce_of(*texts: str, digits: int = 8) -> str:
-    """Returns hexadecimal digits that no text has. Equal texts have equal digits, so that judging can be repeated."""
+    """Returns hexadecimal digits that no text has. Equal texts get equal digits, so that judging is reproducible."""
     digest = hashlib.sha256("\0".join(texts).encode())
     while any(digest.hexdigest()[:digits] in text.casefold() for text in texts):
         digest.update(b"again")
     return digest.hexdigest()[:digits]
 
 
-# --- verdicts ---------------------------------------------------------------------------------
-
-_TAIL = 4000  # characters of an answer that are searched, from its end
-_MOST_BRACES = 100  # beginnings of JSON objects that are tried, from the end
+_TAIL = 4000  # characters at the end of an answer that are searched
+_MOST_BRACES = 100  # most braces, from the end, that are tried as beginnings of JSON objects
 _NUMBER = r"[-+]?[0-9]{1,9}(?:\.[0-9]{1,9})?"
 _LINE = "VERDICT {nonce}: NUMBER"
 _OBJECT = '{"nonce": "{nonce}", "verdict": NUMBER}'
-_PATTERN_SECONDS = 1.0  # seconds that a search with a user's pattern may take
+_PATTERN_SECONDS = 1.0  # most seconds of a search with a user's pattern
 
 
 class VerdictReader:
-    """Reads the last verdict of an answer, behind `</think>`: a line or a JSON object with the question's nonce, or the
-    match of a pattern's first group."""
+    """Reads the last verdict of an answer, after `</think>`. A verdict is a line or a JSON object with the question's
+    nonce, or the match of a pattern's first group."""
 
     def __init__(self, as_json: bool = False, pattern: str = "") -> None:
-        """Raises ConfigError for a pattern that can't be used."""
         self._json, self._pattern = as_json, pattern
         self.form = _OBJECT if as_json else _LINE  # the form of a verdict, with the field `{nonce}`
         self._pool: WorkerPool | None = None
@@ -190,12 +188,12 @@ class VerdictReader:
                 raise ConfigError(f"judge.pattern is {pattern!r}, which is no regular expression: {error}") from error
             if not groups:
                 raise ConfigError(f"judge.pattern is {pattern!r}; it must have a group (...), which matches the number")
-            # Another process searches, and can be killed: a pattern may take for ever on a text that a model wrote.
+            # A process searches, which can be killed, because a pattern may take for ever on a model's text.
             path = "fluxjax.rewards.extraction:last_group"
             self._pool = WorkerPool(path, 1, seconds=_PATTERN_SECONDS, memory_gib=0.25, name="judge.pattern")
 
     async def read(self, text: str, nonce: str) -> float | None:
-        """Returns the number of the last verdict; None if there is no verdict. Raises WorkerDied."""
+        """Returns the number of the last verdict, or None if there is no verdict. Raises WorkerDied."""
         text = text.rpartition("</think>")[2][-_TAIL:]
         if self._pool is not None:
             question = {"pattern": self._pattern.replace("{nonce}", nonce), "text": sendable(text)}

@@ -1,4 +1,4 @@
-"""A language model's verdict as a reward. The judge gets the question again after an answer without a verdict."""
+"""A language model's verdict as a reward."""
 
 from __future__ import annotations
 
@@ -18,31 +18,28 @@ from .questions import JudgeModel, Question, Rubric, VerdictReader
 
 log = logging.getLogger("fluxjax.rewards")
 
-_SECONDS = 60.0  # a call's time without `call_within`
-_AGAIN = 0.7  # the least temperature of a repeated question: a greedy answer would be the same
-_LOGGED = 3  # answers without a verdict that are logged
-_SHOWN = 300  # characters of a logged answer, from its end
+_SECONDS = 60.0  # most seconds of a call without `call_within`
+_AGAIN = 0.7  # the least temperature of a repeated question, because a greedy answer would be the same
+_LOGGED = 3  # most answers without a verdict that are logged
+_SHOWN = 300  # characters at the end of a logged answer
 
 
 @dataclasses.dataclass(eq=False)
 class Judge(BuiltIn):
-    """Gives a model's verdict on the response, brought from the rubric's scale to [0, 1].
-
-    `server` is the address of a server, or an object of the protocol `JudgeModel`. After an answer without a verdict,
-    the question is asked again with another seed. The value is the mean of the `votes` that end with a verdict. The
-    reward fails if all votes fail, because no answer has a verdict or the server is out of reach.
-    """
+    """Gives a model's verdict on the response, scaled from the rubric's scale to [0, 1]. `server` is the address of a
+    server, or an object of the protocol `JudgeModel`. After an answer without a verdict, the question is asked again
+    with another seed. The value is the mean of the `votes` that have a verdict. The reward fails if all votes fail."""
 
     name = kind = "judge"
     counted = "answers", "answer_seconds", "unparsed", "retries"
     server: str | JudgeModel = dataclasses.field(default="", metadata={"object": True})
-    # chat: OpenAI's /v1/chat/completions; generate: the native route of SGLang and rollout.serve, text only
+    # chat: OpenAI's /v1/chat/completions; generate: the native route of SGLang and rollout.serve, for text only
     api: str = bounded("chat", lambda api: api in ("chat", "generate"), "be 'chat' or 'generate'")
     model: str = "default"  # the model's name on the server (chat)
     tokenizer: str = ""  # the folder of the model's checkpoint (generate)
     token_env: str = ""  # the environment variable that has the server's token
     plain_http: bool = False  # the token may be sent over http to another machine
-    extra: str = ""  # JSON object: further fields of a request; null leaves a field out (chat)
+    extra: str = ""  # JSON object with further fields of a request; null leaves a field out (chat)
     rubric: str = "correct"  # correct, quality, or a file
     scale: str = ""  # scale of the verdict, such as '1 to 10'; empty: the rubric's scale
     json: bool = False  # the verdict is a JSON object, not a line
@@ -50,10 +47,10 @@ class Judge(BuiltIn):
     temperature: float = not_negative(0.0)
     max_tokens: int = positive(1024)  # tokens of an answer, thoughts included
     votes: int = positive(1)  # verdicts on a response, requested at once
-    retries: int = not_negative(2)  # times that a question is repeated for lack of a verdict
-    correct_from: float = within(1.0, "[0, 1]")  # the value from which a response is correct
-    request_seconds: float = positive(30.0)  # seconds of one request
-    most_characters: int = positive(32_000)  # of a longer response, only the end is shown
+    retries: int = not_negative(2)  # most repetitions of a question for lack of a verdict
+    correct_from: float = within(1.0, "[0, 1]")  # the least value of a correct response
+    request_seconds: float = positive(30.0)  # most seconds of one request
+    most_characters: int = positive(32_000)  # most characters, at the end of a response, that the judge sees
     images: bool = False  # the prompt's images are shown, too (chat)
 
     def __post_init__(self) -> None:
@@ -79,8 +76,8 @@ class Judge(BuiltIn):
         return JudgeServer(url, token, form, self.request_seconds, self._counts)
 
     def call_within(self, seconds: float) -> None:
-        """Bounds a call of `score`. The judge gives up a little before `seconds`: the judge's reason says more than
-        that of a time-out."""
+        """Bounds a call of `score`. The judge gives up a little before `seconds`, because its own reason says more than
+        a time-out."""
         self._seconds = seconds - min(1.0, 0.2 * seconds)
 
     async def score(self, completion: Completion) -> Reward:
@@ -132,6 +129,6 @@ class Judge(BuiltIn):
 
 
 def _seed(text: str, vote: int, attempt: int) -> int:
-    """Returns a seed that depends only on question, vote and attempt: a deterministic judge gives a resumed run the
-    same answers."""
+    """Returns a seed that depends only on question, vote and attempt, so that a resumed run gets the same answers from
+    a deterministic judge."""
     return int.from_bytes(hashlib.sha256(f"{vote}/{attempt}/{text}".encode()).digest()[:4]) >> 1
