@@ -120,7 +120,7 @@ class TextStream:
         self.stopped = False
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Adds tokens; returns the text that they make certain."""
+        """Adds tokens. Returns the new text that later tokens can't change."""
         before = len(self.text)
         for id in token_ids:
             if self.stopped:
@@ -135,7 +135,7 @@ class TextStream:
         return self.text[before:]
 
     def finish(self) -> str:
-        """Returns the text that was held back: no more tokens will come."""
+        """Returns the text that was held back, after the last token."""
         before = len(self.text)
         if not self.stopped:
             self.text = self._tokenizer.decode(self.token_ids, skip_special_tokens=True)
@@ -212,9 +212,9 @@ def how_to_sample(
 ) -> SamplingParams:
     """The sampling settings of a checkpoint folder; arguments that are not None replace the folder's settings.
 
-    Values that its generation_config.json leaves out are off: no top-k, no top-p, temperature 1. Without
-    `do_sample: true` sampling is greedy. Raises ValueError, naming the flag or the file, for impossible values, and for
-    a `top_p` or `top_k` argument without effect because sampling is greedy.
+    Values that the generation_config.json leaves out are off: no top-k, no top-p, temperature 1. Without `do_sample:
+    true`, sampling is greedy unless `temperature` is given. Raises ValueError, which names the flag or the file, for
+    impossible values, and for a `top_p` or `top_k` argument with greedy sampling.
     """
     from .engine import SamplingParams
     from .requests import as_integer, as_number, checked_sampling

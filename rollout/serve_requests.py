@@ -102,7 +102,6 @@ def _column(content: Json, name: str, n: int, batch: bool) -> Sequence[Any]:
 
 
 def _media(field: str, value: Any) -> Json:
-    """The media in a field of a sample. The field must have a single entry."""
     entries = value if isinstance(value, list) else [value]
     if len(entries) != 1:
         raise BadRequest(f"{field}: one entry in our format has all media of a sample")
@@ -132,9 +131,8 @@ def _sample(place: int, ids: Any, given: Json, seed: int, vocabulary: int, eos_i
     params = {name: value for name, value in params.items() if value is not None or name == "max_new_tokens"}
     custom = _object("sampling_params.custom_params", params.get("custom_params"))
     named = custom.get("seed", params.get("sampling_seed"))
-    number = custom.get(
-        "sample", place if named is None else 0
-    )  # without a seed, samples of a prompt must still differ
+    # Without a seed, samples of a prompt must still differ.
+    number = custom.get("sample", place if named is None else 0)
     try:
         as_integer("n", params.get("n", 1), 1, 1)
         begun = as_integer("custom_params.begun", custom.get("begun", 0), 0, len(ids) - 1)
@@ -166,7 +164,7 @@ def requests_of(
 ) -> list[tuple[GenerateRequest, list[int]]]:
     """The requests of a body, not checked by the engine yet, each with the indices of its samples in the body. Reads
     the arrays of media: call it in a thread. With `shadows`, patches may be tickets: the engine fetches the pixels."""
-    sent: dict[str, Json] = {}  # media with patches, by key: of the samples with one medium, only one sends its patches
+    sent: dict[str, Json] = {}  # media with patches, by key: one sample of those with a medium sends its patches
     for field, media in (pair for sample in body.samples for pair in sample.media.items()):
         if is_shadow(media.get("patches")) and not shadows:
             raise BadRequest(

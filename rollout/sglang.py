@@ -94,15 +94,15 @@ class ServerClient:
         await self._order("/update_weights_from_disk", body, seconds=UPDATE)
 
     async def begin_weight_update(self) -> None:
-        """Opens an update by `update_from_tensors`; pause the server before. An unfinished update may have changed
-        parts of the weights: the server must not generate."""
+        """Opens an update by `update_from_tensors`; pause the server before. After an unfinished update the server must
+        not generate, since parts of its weights may have changed."""
         await self._order("/begin_weight_update", {"selector": "all"}, seconds=UPDATE)
 
     async def update_from_tensors(
         self, buckets: Sequence[str], version: int | None, form: str = "flattened_bucket"
     ) -> None:
-        """Sends each rank one of `buckets`, in base64: flattened (`weights.torch_buckets`) or, to our own server, of
-        the form `safetensors`. The last call has the version, and drops cached prompts; earlier calls pass None."""
+        """Sends each rank one of `buckets`, in base64: a `flattened_bucket` (`weights.torch_buckets`) or, to
+        `rollout.serve`, `safetensors`. Only the last call has a version; it drops cached prompts."""
         body: Json = {"serialized_named_tensors": list(buckets), "load_format": form, "abort_all_requests": False}
         body |= {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": str(version)}
         encoded = await asyncio.to_thread(_encoded, body)
@@ -130,15 +130,15 @@ class ServerClient:
             raise ServerError(f"{self.address}/weights_checker: answers {str(answer)[:200]}") from None
 
     async def sleep(self) -> None:
-        """Has the server give memory back: weights, which are lost, and cache. Raises EngineError if
-        samples run: SGLang would die."""
+        """Frees the server's memory of weights, which are lost, and cache. Raises EngineError if samples run: SGLang
+        would die."""
         load = await self.load()
         if samples := load["running"] + load["waiting"]:
             raise EngineError(f"{self.address}: can't sleep, {samples:g} samples are running; abort them first")
         await self._order("/release_memory_occupation", {})
 
     async def wake(self) -> None:
-        """Has a sleeping server take memory again; an awake SGLang would die. Weights are arbitrary until an update."""
+        """Wakes a sleeping server; an awake SGLang would die. Weights are arbitrary until an update."""
         await self._order("/resume_memory_occupation", {})
 
     # --- questions ------------------------------------------------------------------------------
@@ -321,7 +321,6 @@ class _StreamReader:
         self._same = [True] * len(replies)
 
     def read(self, event: Json) -> SampleReply | None:
-        """Enters one event; returns the reply that it ends, if any."""
         if (error := event.get("error")) is not None:
             said = error if isinstance(error, dict) else {"message": error}
             message = str(said.get("message", said))

@@ -6,8 +6,7 @@ device (`rollout.streamed_judge`).
 
 Flexes changes the number of layers in host memory with the sequence length, but the paper gives no formula. The rule
 here follows from the pipeline: of `L` layers, `S` are streamed, evenly spread, so that `L // S` layers compute while a
-streamed layer travels. Longer rows hide the travel of more layers, and need memory for their activations.
-"""
+streamed layer travels."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ from .turns import LEAST_TOKENS, PrefillBatch, Prefix, plan, text_input
 
 Result = TypeVar("Result")
 Work: TypeAlias = Generator[None, None, Result]  # yields after each layer, when the device has computed it
-BUFFERS = 2  # layers on the device beside the resident ones: the layer that computes and the next one
+BUFFERS = 2  # most streamed layers on the device: the layer that computes and the next one
 
 # A layer: (weights, parts that travel meanwhile, hidden states, number) -> (hidden states, the parts on the device)
 Step: TypeAlias = Callable[[Params | Parts, Parts, jax.Array, int], tuple[jax.Array, Parts]]
@@ -79,13 +78,13 @@ class DeviceSpeed:
 class StreamedModel:
     """A text model, or the decoder of a model with vision, on `device` of this process; None: its first device.
 
-    `resident` layers stay on the device. With None, `resident_layers` chooses the number for each batch, by `pace` and
-    the free memory that the device reports; a device without a report (a CPU) counts as large enough. At most
-    `resident` + 2 layers are on the device at once. A batch has at most `batch_tokens` (rows x row length), or a single
-    prompt. `compute_dtype` casts the weights; without it all layers must have one dtype. The host holds the layers
-    once, in pinned memory.
+    `resident` layers stay on the device. If it is None, `resident_layers` chooses the number for each batch, by `pace`
+    and the free memory that the device reports; a device without a report (a CPU) counts as large enough. A batch has
+    at most `batch_tokens` (rows x row length), or a single prompt. `compute_dtype` casts the weights; without it all
+    layers must have one dtype. The host holds the layers once, in pinned memory.
 
-    One batch runs at a time; one thread after another may use the model. Raises EngineError.
+    One batch runs at a time; one thread after another may use the model. Raises EngineError for settings that the model
+    or the device can't have.
     """
 
     def __init__(
@@ -375,9 +374,8 @@ def resident_layers(
     """The number of layers that stay on the device: as few as hide all transfers, but no more than fit `free_bytes`.
 
     A transfer hides behind `g = ceil(transfer_seconds / compute_seconds)` layers, so that one layer in `g` can be
-    streamed. If `g` is above PARTS, transfers can't be hidden. Then as many layers as fit are resident: each saves its
-    transfer. The number never grows with `compute_seconds`, and never shrinks with `free_bytes`. Raises EngineError if
-    not even the buffers fit.
+    streamed. If `g` is above PARTS, transfers can't be hidden. Then as many layers as fit are resident, since each
+    saves its transfer. Raises EngineError if not even the buffers fit.
     """
     if free_bytes >= layers * layer_bytes:
         most = layers

@@ -2,8 +2,8 @@
 
 The program that computes a layer also brings parts of a later layer's weights from the host. The compiler therefore
 sees both the transfer and the computation that hides it, and starts the transfer first
-(`tests/rollout/test_streamed_overlap.py` asserts this for an H100's schedule). Parts are flat: XLA has two copies under
-way at a time, and with one array for each weight it waited for nearly all copies before it computed.
+(`tests/rollout/test_streamed_overlap.py` asserts this for an H100's schedule). Parts are flat arrays: XLA has two
+copies under way at a time, and with one array for each weight it waited for nearly all copies before it computed.
 """
 
 from __future__ import annotations

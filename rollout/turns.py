@@ -1,8 +1,7 @@
 """Plans the two kinds of turn on the host; `rollout.device` runs them.
 
 A *start* prefills prompts and responses so far, and gives one token to each sample that has new pages. A *round* gives
-each running sample some tokens. Samples share the computation of their prompt when they start, and when they are
-computed again because the weights changed or they were preempted.
+each running sample some tokens. Samples that start together share the computation of their prompt.
 
 A prompt, or a prompt with its response so far, is computed in chunks if it is longer than `CHUNK_TOKENS`. A chunk is
 written to pages. Later chunks attend to these pages, as do samples that start later than others of their prompt. If a
@@ -117,9 +116,7 @@ RoundPlan: TypeAlias = tuple[np.ndarray, DecodeRound]  # (slots, input of the de
 
 def plan_starts(scheduler: Scheduler) -> StartPlan:
     """Plans the starts of all samples of this turn: packs prompts whose rows are missing, or computes their next chunk.
-
-    Samples that wait for pages get rows, too, so that a prompt is computed once.
-    """
+    Samples that wait for pages get rows, too, so that a prompt is computed once."""
     jobs = scheduler.starting
     steps: StartPlan = []
     wanted: list[tuple[Prefix, list[RunningSample]]] = []
@@ -348,7 +345,6 @@ def _writes(scheduler: Scheduler, batch: PrefillBatch, samples: list[RunningSamp
 def _with_states(
     scheduler: Scheduler, writes: PageWrites, samples: list[RunningSample], row_B: np.ndarray
 ) -> PageWrites:
-    """Adds to `writes` the states behind these rows, for the slots of `samples`, if layers have states."""
     limits = scheduler.limits
     if not limits.recurrent:
         return writes

@@ -84,7 +84,7 @@ def _sampling_json(request: GenerateRequest, sample: int, begun: int, interval: 
         "logit_bias": {str(id): NEVER for id in sampling.forbidden_ids} or None,
         "stream_interval": interval,
         "skip_special_tokens": False,
-        # SGLang samples by this seed alone, or by no seed: the samples of a prompt must have different seeds.
+        # SGLang samples by this seed alone, so the samples of a prompt must have different seeds.
         "sampling_seed": _signed(request.seed * ODD + number),
         "custom_params": {"seed": _signed(request.seed), "sample": number, "begun": begun},
     }
@@ -319,9 +319,9 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
 
 
 def sampling_of(params: Json, begun: int) -> SamplingParams:
-    """`sampling_params` of a body, with SGLang's defaults; `begun`, the tokens of the prefix, count for
-    `max_new_tokens`. Raises ValueError, naming the field, for settings that an embedded engine lacks, and for wrong
-    types; `requests.checked_sampling` checks the values."""
+    """`sampling_params` of a body, with SGLang's defaults. The `begun` tokens of the prefix count for `max_new_tokens`.
+    Raises ValueError, naming the field, for settings that an embedded engine lacks, and for wrong types;
+    `requests.checked_sampling` checks the values."""
     bias = params.get("logit_bias") or {}
     if not isinstance(bias, dict) or not all(id.isdecimal() and len(id) < 10 for id in bias):
         raise ValueError("logit_bias must have a value for each of some token ids")

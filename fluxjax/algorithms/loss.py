@@ -111,9 +111,9 @@ def kl_estimate(log_ratio: Any, estimator: KlEstimator) -> Any:
     """Estimates, in numpy or JAX arrays, KL(p || q) for tokens sampled from p; `log_ratio` is `d = log q - log p`
     (Schulman, "Approximating KL Divergence", 2020).
 
-    k1 = -d: unbiased, of either sign, and for rewards: as a loss, its mean gradient is 0. k2 = d**2 / 2:
-    biased, but as a loss its gradient is that of KL(p || q), on-policy. k3 = exp(d) - d - 1: unbiased and never
-    negative (GRPO's equation 4 has q = reference).
+    k1 = -d is unbiased and of either sign. It is for rewards only: as a loss, its mean gradient is 0. k2 = d**2 / 2 is
+    biased, but as a loss its gradient is that of KL(p || q), on-policy. k3 = exp(d) - d - 1 is unbiased and never
+    negative (in GRPO's equation 4, q is the reference).
     """
     if estimator is KlEstimator.K1:
         return -log_ratio

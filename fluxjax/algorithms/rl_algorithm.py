@@ -60,9 +60,9 @@ class RLAlgorithm:
         log-probability of each response; and metrics, among them `loss`, the value of the loss.
 
         `groups` have the advantages that `advantages` gave them. `log_ratios` are `log(policy / reference)` in nats,
-        summed over the tokens of a response. Responses without a token are omitted, and responses with the advantage 0
-        whose group has other advantages. The advantages that `token_loss` gets are the derivatives, negated and divided
-        by the loss weights.
+        summed over the tokens of a response. They lack responses without a token, and responses with the advantage 0 in
+        groups that have other advantages. The advantages that `token_loss` gets are the derivatives, negated and
+        divided by the loss weights.
         """
         raise NotImplementedError
 

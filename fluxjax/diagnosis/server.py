@@ -1,8 +1,9 @@
 """Compares a server with the trainer on probes, in the order of cause.
 
 The server tokenises texts and chats, states checksums of its weights, and samples answers. The trainer computes the
-log-probs of the answers again. If they differ for a probe, the trainer also computes log-probs of suspects: a suspect
-is the request that a server with a certain fault would compute. A suspect with about the server's log-probs is named.
+log-probs of the answers again. If log-probs differ for a probe, the trainer also computes log-probs of suspects: a
+suspect is the request that a server with a certain fault would compute. A suspect with about the server's log-probs is
+named.
 """
 
 from __future__ import annotations

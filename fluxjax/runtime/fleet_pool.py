@@ -61,10 +61,10 @@ PULLED = pathlib.Path("/dev/shm/fluxjax-pulled")  # where the host of a server k
 
 
 class FleetPool:
-    """Rollout servers as engines. `model` may be abstract; `checkpoint` is a folder that servers can start from, with
-    any weights: servers get the run's weights before they generate. Servers write their logs to `logs`. Servers of
-    the run start in `start`, or at their first use. Raises `ConfigError` if servers can't start, or can't get
-    weights, with these settings."""
+    """Rollout servers as engines. `model` may be abstract. `checkpoint` is a folder that servers can start from, with
+    any weights: servers get the run's weights before they generate. Servers write their logs to `logs`. Servers of the
+    run start in `start`, or at their first use. Raises `ConfigError` if servers can't start, or can't get weights, with
+    these settings."""
 
     def __init__(
         self,
@@ -324,7 +324,6 @@ def _route(config: Config, model: DecoderConfig, agents: Mapping[str, str], toke
 
 
 def _flags(config: Config) -> Sequence[str]:
-    """Returns the command line flags of a server, from the configuration of the run."""
     rollout, flags, sglang = config.rollout, config.servers.flags, config.rollout.engine is RolloutEngine.SGLANG
     words = ["--dtype", config.model.compute_dtype.value]
     words += ["--max-running-requests" if sglang else "--slots", str(rollout.slots)]

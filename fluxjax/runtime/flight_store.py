@@ -122,7 +122,6 @@ class FlightStore(Places):
     # Without the lock:
 
     def _look_on(self) -> None:
-        """Looks at one medium after another, until no open look is left."""
         while True:
             with self.lock:
                 if not self._unasked:
@@ -179,7 +178,7 @@ class FlightStore(Places):
         return arrived
 
     def _given(self, question: _Question, lost: Sequence[PlaceSeat]) -> dict[int, np.ndarray]:
-        """Returns the patches of a question's parts, by number. If the place is lost, other places are asked."""
+        """Returns the patches of a question's parts, by number. If the place is lost, asks other places."""
         seat, link, parts = question
         try:
             with self.asking(seat, link, len(parts)) as seconds:

@@ -1,5 +1,5 @@
-"""Keeps connections with preprocessors, called places: chooses a place for each medium, gives up connections that
-fail, and asks places for their statistics."""
+"""Keeps connections with preprocessors, called places: chooses a place for each medium, gives up connections that fail,
+and asks places for their statistics."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class Places:
 
     def choose(self, ref: MediaRef, avoid: Sequence[PlaceSeat] = ()) -> tuple[PlaceSeat, FlightPlace]:
         """Returns the place to ask for a medium, with its connection, and counts the question. Waits until a place is
-        connected. Only the places that are least often in `avoid` are chosen from. Raises what `check` raises."""
+        connected. Chooses among the places that are least often in `avoid`. Raises what `check` raises."""
         while True:
             self.check()
             there = [seat for seat in self.seats.values() if seat.link is not None]
@@ -286,7 +286,6 @@ class Places:
                 seat.changed.notify_all()
 
     def _keep(self, seat: PlaceSeat) -> None:
-        """Keeps a connection with a place, and asks for its statistics."""
         pause = _SHORTEST_PAUSE
         while True:
             with self.lock:

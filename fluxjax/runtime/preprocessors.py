@@ -135,7 +135,7 @@ class Preprocessors:
                 process.send(signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends all preprocessors. Blocks for at most 3 seconds a preprocessor that ignores SIGTERM."""
+        """Ends all preprocessors. Blocks for at most 3 seconds for each preprocessor that ignores SIGTERM."""
         self._closing.set()
         self._thread.join()
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(eq=False)
 class Runtime:
-    """Carries out one run: `await Runtime(...).run()`. The caller closes engines, files and threads of its own."""
+    """Carries out one run: `await Runtime(...).run()`. The caller closes its own engines, files and threads."""
 
     coordinator: Coordinator
     _: dataclasses.KW_ONLY
@@ -144,7 +144,6 @@ class Runtime:
 
     @property
     def _step(self) -> int:
-        """The number of the step under way."""
         return self.coordinator.step + 1
 
     @_carry_out.of(messages.DrawPrompts)
@@ -171,7 +170,6 @@ class Runtime:
             await on_all(engines, lambda engine: engine.resume())
 
     async def _stream(self, engine: Engine, prepared: PreparedPrompt, order: messages.Request, step: int) -> None:
-        """Generates for one prompt; each response is reported as it ends."""
         try:
             with self.timeline.span("rollout", f"engine {order.engine}", step):
                 await self._collect(engine, self._request(prepared, order), order)
@@ -267,7 +265,6 @@ class Runtime:
         self._asleep.update(numbers)
 
     async def _make_room(self) -> None:
-        """Puts colocated engines to sleep, so that the trainer has the memory of its devices."""
         if self.colocated:
             with self.timeline.span("sync", "engines", self._step):
                 await self._rest(range(len(self.engines)))
@@ -299,7 +296,6 @@ class Runtime:
         self._post(messages.Trained(version, metrics))
 
     def _taken(self, groups: Sequence[Group]) -> Mapping[int, PreparedPrompt]:
-        """Takes the prompts of these groups out of the prompts in flight, by draw."""
         return {group.prompt.draw: self._prepared.pop(group.prompt.draw) for group in groups}
 
     def _forget_before(self, version: int) -> None:
@@ -344,7 +340,6 @@ class Runtime:
         self._post(messages.WeightsPublished(order.version))
 
     async def _tell_steps(self) -> None:
-        """Tells the observers of steps that are trained and published."""
         for start, end in [span for span in compilations().spans if span[1] > self._compiled]:
             self.timeline.add(Span("compile", "compiler", start, end, self.coordinator.step))
             self._compiled = end

@@ -2,10 +2,9 @@
 
 A time is bytes read or FLOPs, divided by a data sheet's rates. Overheads and utilisations are constants below, some
 fitted to Flexes' figures for H800 clusters. Flexes' Table 1 gives the shares of the stages of a synchronous step,
-14B/16k on 32 GPUs, for three tasks. Rewards of code are 13 % of the step. They end with the sandbox's time-out of 30 s,
-which 5 % of the responses hit (figure 7a), so that a step takes about 230 s. Table 3 gives 124.2 s for a long round
-(`docs/policies.md`), 7B/8k on 16 GPUs, math, with rewards hidden by rollouts. `tests/simulation/test_calibration.py`
-compares the model with these figures.
+14B/16k on 32 GPUs, for three tasks. Such a step takes about 230 s: rewards of code are 13 % of it, and end with the
+sandbox's time-out of 30 s, which 5 % of the responses hit (figure 7a). Table 3 gives 124.2 s for a long round
+(`docs/policies.md`), 7B/8k on 16 GPUs, math, with rewards hidden by rollouts.
 
 Attention's own FLOPs are left out: at the mean length of a response they are 3 % of the weights' FLOPs.
 """
@@ -55,8 +54,8 @@ def parameters(model: ModelSizes) -> float:
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """The seconds of one model's stages on one cluster. `utilisation` is the used share of FLOP/s in training. A GPU
-    computes and reads memory `scale` times as fast as an H800. Training's time is one GPU's, divided by the number of
-    GPUs: more GPUs are as efficient."""
+    computes and reads memory `scale` times as fast as an H800. The seconds of training are those of one GPU, divided by
+    the number of GPUs."""
 
     model: ModelSizes
     utilisation: float = TRAIN_UTILISATION

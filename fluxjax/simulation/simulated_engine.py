@@ -26,11 +26,8 @@ OnFinish = Callable[[SampleProgress], object]
 
 
 class Jump:
-    """`steps` decode steps from time `anchor` (s) on.
-
-    Each step takes a little longer than the one before, as the cache grows by equal amounts: step i = 0, 1, ... takes
-    `first + i * growth` seconds, so n steps take n first + growth n (n - 1) / 2.
-    """
+    """`steps` decode steps from time `anchor` (s) on. Step `i`, from 0 on, takes `first + i * growth` seconds, since
+    the cache grows by equal amounts."""
 
     __slots__ = ("anchor", "first", "growth", "steps")
 
@@ -194,7 +191,6 @@ class SimulatedEngine:
     # --- steps in time ------------------------------------------------------------------------------
 
     def _elapsed(self) -> int:
-        """Returns the number of steps of the jump that are done but not yet counted by the batch."""
         return self._jump.elapsed(self.clock.now) if self.phase is Phase.DECODE else 0
 
     def _settle(self) -> None:
@@ -218,7 +214,6 @@ class SimulatedEngine:
             self._handle = self.clock.at(self._jump.end(self._jump.steps), self._decode_ended)
 
     def _go(self) -> None:
-        """Begins the next step, update or pause."""
         self._cut = False
         if self.phase is Phase.DOWN:
             return

@@ -1,7 +1,7 @@
 """The rollout side of a simulated cluster: requests on engines, new weights for engines, and the faults of both.
 
-Every sample has its length from the `Workload`; a continued response keeps its first length. An engine that crashed is
-down for a while; requests for it wait until it is up, with the newest weights that were published to it. A lost
+Every sample has its length from the `Workload`; a continued response keeps its first length. Requests for an engine
+that crashed wait until the engine is up again. The engine then has the newest weights that were published to it. A lost
 response is noticed after `reply_limit` seconds.
 """
 
@@ -124,7 +124,6 @@ class Rollout:
         return response(f"{rid}/{sample}", opened.request.prompt.draw, sample, segments, finish)
 
     def _close(self, opened: Generation, samples: int) -> None:
-        """Notes that `samples` of a request's samples do not run any more."""
         opened.left -= samples
         if opened.left > 0:
             return
@@ -198,7 +197,7 @@ class Rollout:
 
     def set_parallelism(self, degree: int) -> None:
         """Replaces the idle engines by engines of another degree on the same GPUs, with the oldest weights of the
-        replaced engines. Raises ValueError like the class."""
+        replaced engines. Raises ValueError as `Rollout` does."""
         past, before = self._totals(), self.engines
         self._build(degree, min(engine.version for engine in before))
         self._past = past

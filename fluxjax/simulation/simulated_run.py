@@ -36,7 +36,7 @@ def run(cluster: Cluster) -> None:
 
 
 def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
-    """Returns the summary of a run, as JSON values. Times are virtual but for `wall_seconds`."""
+    """Returns the summary of a run, as JSON values. All times except `wall_seconds` are virtual."""
     config, ledger, records = cluster.config, cluster.coordinator.ledger, cluster.records
     rollout, now = cluster.rollout, cluster.clock.now
     used = cluster.utilisation()

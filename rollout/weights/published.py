@@ -292,8 +292,7 @@ def gpu_hash(parts: Sequence[np.ndarray]) -> str:
     """SGLang's hash (`sglang.kernels.ops.memory.gpu_tensor_hash`, 0.5.23) of a tensor on a GPU, given as `parts` one
     behind the other: sixteen hexadecimal digits.
 
-    32-bit words are mixed with their index and added up by tiles of 8,192; the tiles' 64-bit hashes are added up. A
-    test compares this with SGLang's own kernel in Triton's interpreter."""
+    32-bit words are mixed with their index and added up by tiles of 8,192; the tiles' 64-bit hashes are added up."""
     data = b"".join(as_bytes(part).data for part in parts)
     words = np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
     total = 0

@@ -99,10 +99,11 @@ class Buckets(SyncRoute):
 
 class CudaIpc(Buckets):
     """`ipc`: each bucket is copied from the trainer's arrays into memory on their GPU. Servers of this host, which must
-    see that GPU, open the memory by CUDA IPC (`torch_buckets`). Tensors that the trainer no longer
-    holds are read from the version's folder.
+    see that GPU, open the memory by CUDA IPC (`torch_buckets`). Tensors that the trainer no longer holds are read from
+    the version's folder.
 
-    On a CPU, the memory is PyTorch's shared memory. The route has never run on a GPU."""
+    On a CPU, the memory is PyTorch's shared memory. The route has never run on a GPU.
+    """
 
     def __init__(self, memory: SharedFolders, config: DecoderConfig, size: int) -> None:
         super().__init__(memory, size)

@@ -162,7 +162,7 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
         folder.mkdir(0o700, parents=True, exist_ok=True)
         if why := _not_of(owners, folder):
             raise PullError(f"{folder}: {why}, others of this host can write there: remove it")
-    place.chmod(0o700)  # older releases gave it other permissions
+    place.chmod(0o700)  # `mkdir` leaves the permissions of an existing folder as they are
     with FileLock(place / "lock"):
         (place / SOURCE).write_text(str(source.absolute()))
         for note in local.glob(f"{PLACE}*/{SOURCE}"):
@@ -292,7 +292,6 @@ def contents(folder: pathlib.Path) -> list[StoredTensor]:
 
 
 def _versions(folder: pathlib.Path) -> dict[int, pathlib.Path]:
-    """The complete versions in a folder."""
     found = {there.name.removeprefix("weight_v"): there for there in folder.glob("weight_v*")}
     return {int(number): there for number, there in found.items() if number.isdecimal()}
 

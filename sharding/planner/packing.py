@@ -69,15 +69,15 @@ def shares_of(bins: Sequence[int], count: int) -> list[list[int]]:
 
 
 def fewest(lengths_I: np.ndarray, share: list[int], room: int) -> int:
-    """The number of microbatches below which no packing of a device's share fits."""
+    """A lower bound of the number of microbatches that hold a device's share."""
     return -(-int(lengths_I[share].sum()) // room) if room and share else min(len(share), 1)
 
 
 def packed(
     lengths_I: np.ndarray, work_I: np.ndarray, share: list[int], count: int, room: int, by: Sequence[np.ndarray]
 ) -> Microbatches | None:
-    """Packs a share into `count` microbatches, heaviest first: even in the first of the amounts `by` whose microbatches
-    all fit; None if no amount's microbatches fit. As many microbatches as sequences always fit."""
+    """Packs a share into `count` microbatches, heaviest first. They are even in the first of the amounts `by` with
+    which all microbatches fit; None if they fit with no amount. As many microbatches as sequences always fit."""
 
     def order(members: list[int]) -> tuple[float, list[int]]:
         return -float(work_I[members].sum()) if members else 0.0, members

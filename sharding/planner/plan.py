@@ -81,7 +81,6 @@ class ShardPlan:
         return _peak(self.memory())
 
     def over_devices(self, share: np.ndarray) -> np.ndarray:
-        """`[devices]`: the sum of `share`, an amount for each sequence on each of its devices."""
         return over_devices(share, np.array(self.degrees, int), np.array(self.firsts, int), self.num_devices)
 
 

@@ -75,8 +75,8 @@ class Layout:
         return sizes | {name: int(self.counts[:, j].max(initial=1)) for j, name in enumerate(self.names())}
 
     def places(self) -> tuple[np.ndarray, np.ndarray]:
-        """(device, column) of every token, sequence after sequence. Each call computes the places anew:
-        process 0 of several has the layouts of a complete step, and needs few places."""
+        """(device, column) of every token, sequence after sequence. Each call computes the places anew, since process 0
+        of several has the layouts of a complete step, and needs few places."""
         first_token = np.cumsum([0, *self.plan.lengths])
         device, column = np.zeros((2, first_token[-1]), np.int64)
         for j, round in enumerate(self.plan.rounds):
