@@ -1,8 +1,8 @@
 """The cache of the embedded engine on its devices: pages of keys and values, and states.
 
-The cache is a pool of pages (`rollout.slots`). A layer with Gated DeltaNet has no pages: it keeps one state of fixed
-size for each slot. A prefill returns the state behind each prefilled row. When samples start, or a chunk of their
-prompt was prefilled, the state behind that row is written to each of their slots.
+The cache is a pool of pages (`rollout.slots`). A layer with Gated DeltaNet has a state of fixed size for each slot
+instead of pages. A prefill returns the state behind each prefilled row. The state behind a row is written to the slot
+of each sample that starts from the row, or that continues behind the chunk in the row.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Context:
 @dataclasses.dataclass(frozen=True)
 class KVCache:
     """Keys (rotated) and values of `C` pages of `S` tokens each, of the layers with attention. Entries that belong to
-    no sample are finite. `states` are `[L, slots, ...]` of the layers with states, None without such layers."""
+    no sample are finite. `states` are the states `[L, slots, ...]` of the layers with states, or None if there are
+    none."""
 
     k_LCKSH: PyTree  # arrays; JAX also builds this class with shapes or shardings
     v_LCKSH: PyTree
@@ -133,7 +134,8 @@ class KVCache:
 
 
 def layers_by_kind(layers: list[LayerRows | DeltaState]) -> tuple[list[LayerRows], DeltaState | None]:
-    """Returns (keys and values of each layer with attention, the stacked states of all other layers or None)."""
+    """Returns (keys and values of each layer with attention, the stacked states of all other layers). Without other
+    layers, the states are None."""
     rows = [layer for layer in layers if not isinstance(layer, DeltaState)]
     states = [layer for layer in layers if isinstance(layer, DeltaState)]
     return rows, jax.tree.map(lambda *x: jnp.stack(x), *states) if states else None

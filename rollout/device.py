@@ -166,7 +166,7 @@ class DeviceState:
 
     def update(self, params: Mapping[str, Any]) -> None:
         """Replaces the weights by `params` (`models.split`). Raises EngineError, which names the tensor, if a name,
-        shape or dtype differs from the old weights, or a value is not finite; the old weights then stay. Floats may
+        shape or dtype differs from the old weights, or a value is not finite. The old weights then stay. Floats may
         have another dtype if the engine casts weights."""
         old, new = self._served, by_name(dict(params))
         check_shapes(old, new)
@@ -186,10 +186,8 @@ class DeviceState:
 
     def start(self, plan: StartPlan) -> Unread:
         """Prefills prompts into pages and samples the first token of each sample whose prompt is prefilled to its end.
-
         If the pixels of a request can't be fetched, blank pixels take their place, so that no other request fails.
-        `lost` then has the request's error, and the request's tokens are arbitrary.
-        """
+        `lost` then has the request's error, and the request's tokens are arbitrary."""
         lost, slots, parts = dict[str, Exception](), [np.zeros(0, np.int32)], []
         for step in plan:
             rows, hidden_BTD = step.batch.outputs = step.batch.outputs or self._prefill(step.batch, lost)
@@ -232,7 +230,7 @@ class DeviceState:
         return dataclasses.replace(batch.inputs, vision=dataclasses.replace(vision, patches_PX=patches_PX))
 
     def _fetch(self, rid: str, tensor: ShadowTensor, into_PX: np.ndarray, lost: dict[str, Exception]) -> None:
-        """Fills in the patches of a request. A failed fetch leaves blank patches, and adds the request to `lost`."""
+        """A failed fetch leaves blank patches, and adds the request to `lost`."""
         try:
             assert self.pixels is not None, "requests are checked"
             if rid not in lost:

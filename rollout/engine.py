@@ -99,22 +99,16 @@ class Engine(Protocol):
 
     async def abort(self, rid: str) -> None:
         """End a request (`rid`) or one sample of it (`rid/i`); its stream closes with `FinishReason.ABORT` chunks.
-
-        Unknown and finished ids are ignored, since a sample may finish while its abort is on the way.
-        """
+        Unknown and finished ids are ignored, since a sample may finish while its abort is on the way."""
 
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
-        """Serve `params` as `version` from the next token on. Running samples go on under the new weights.
-
-        An engine may keep device arrays of `params` until the next update, so the caller must not donate them
-        before."""
+        """Serve `params` as `version` from the next token on. Running samples go on under the new weights. An engine
+        may keep device arrays of `params` until the next update, so the caller must not donate them before."""
 
     async def set_parallelism(self, devices: Sequence[Device]) -> None:
-        """Compute on these devices together from now on (tensor parallelism): 1, 2, 4, ... devices of one host.
-
-        Raises `EngineError` while samples are running or waiting, for devices that the engine can't use, and if the
-        engine can't change its devices.
-        """
+        """Compute on these devices together from now on (tensor parallelism): 1, 2, 4, ... devices of one host. Raises
+        `EngineError` while samples are running or waiting, for devices that the engine can't use, and if the engine
+        can't change its devices."""
 
     async def pause(self) -> None:
         """Stop generating after the tokens that are being computed; running samples continue at `resume`."""

@@ -182,7 +182,6 @@ def _cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _forget(params: LayerParams, path: tuple) -> None:
-    """Drops the weight at `path`; a weight of layers is dropped in all layers."""
     layers = isinstance(params[path[0]], list)
     for tree in params[path[0]] if layers else [params]:
         for key in path[1:-1] if layers else path[:-1]:
@@ -194,7 +193,8 @@ def _forget(params: LayerParams, path: tuple) -> None:
 def _copied(
     weights: dict[tuple, jax.Array], stacks: tuple[str, ...], matrices: tuple[tuple[tuple, int], ...]
 ) -> dict[tuple, jax.Array | tuple[jax.Array, ...]]:
-    """A copy of each weight; a weight of layers gets one copy for each layer. In `matrices`, output axes come first."""
+    """A copy of each weight; a weight of layers gets one copy for each layer. Copies of `matrices` have their output
+    axes first."""
     inputs = dict(matrices)
 
     def copy(path: tuple, x: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
@@ -239,11 +239,9 @@ def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tup
 
 @dataclasses.dataclass(frozen=True)
 class EngineLayout:
-    """The devices that one engine computes on, and the way its arrays lie on them.
-
-    An axis of `CUT` is cut into the largest number of parts that divides its size, is a power of two, and is at most
-    the number of devices. If parts are fewer than devices, each part lies on several devices.
-    """
+    """The devices that one engine computes on, and the way its arrays lie on them. An axis of `CUT` is cut into the
+    largest number of parts that divides its size, is a power of two, and is at most the number of devices. If parts are
+    fewer than devices, each part lies on several devices."""
 
     devices: tuple[Device, ...]
 
@@ -259,10 +257,8 @@ class EngineLayout:
         return EngineLayout(tuple(jax.local_devices()[:1] if devices is None else devices))
 
     def weights(self, model: nnx.Module, *, stacked: bool = True) -> Params:
-        """Shardings in the structure of the model's parameters; the model may be abstract.
-
-        Without `stacked`, the model is a stack of layers, and the shardings are those of the weights of one layer.
-        """
+        """Shardings in the structure of the model's parameters; the model may be abstract. Without `stacked`, the model
+        is a stack of layers, and the shardings are those of the weights of one layer."""
 
         def sharding(_: tuple, variable: nnx.Variable) -> Sharding:
             spec: WeightSpec = variable.get_metadata("spec")

@@ -1,10 +1,10 @@
 """A fleet of rollout servers behind engines: routing, health, restarts, and proof that servers have their weights.
 
-The coordinator sees engines. Each engine is a *seat* of the fleet, with one or several servers. A request runs on the
-least loaded server of its seat. If a server dies, hangs or gives a wrong answer, its samples continue from their tokens
-on another server, of another seat if need be. The fleet restarts servers that it started, and waits for all others. A
-server that is back gets the seat's weights before it runs requests.
-The fleet works in a thread of its own, so that it outlives event loops.
+Each engine is a *seat* of the fleet, with one or several servers. A request runs on the least loaded server of its
+seat. If a server dies, hangs or gives a wrong answer, its samples continue from their tokens on another server, of
+another seat if need be. The fleet restarts servers that it started, and waits for other servers. A server that is back
+gets the seat's weights before it runs requests. The fleet works in a thread of its own, so that it outlives event
+loops.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Fleet(FleetState):
         self, members: Sequence[LocalServer | str], count: int = 0, name: str = "server"
     ) -> list[FleetEngine]:
         """Adds seats and their servers, before the fleet starts. A member is a process that the fleet will start, or
-        the address of a server that somebody else starts. There are `count` seats; 0: one for each server. Server `i`
-        belongs to seat `i % count`; its name is `name` and a number. Raises EngineError without seats."""
+        the address of a server that somebody else starts. There are `count` seats, or one for each server if `count` is
+        0. Server `i` belongs to seat `i % count`; its name is `name` and a number. Raises EngineError without seats."""
         names = (f"{name} {number}" for number in itertools.count())
         seats = [FleetEngine(self, number, names) for number in range(count or len(members))]
         if not seats:
@@ -169,11 +169,8 @@ def in_fleet(order: Order) -> Order:
 class FleetEngine(Seat):
     """A seat of a fleet as a `rollout.engine.Engine`. Orders to the engine reach only the servers of its seat; its
     requests may also run on servers of other seats. The tokens of a sample come in one chunk, when the sample has
-    ended.
-
-    A seed gives the same tokens again on `rollout.serve`, but not on SGLang. `devices` are the devices of this process
-    that the seat's servers share. `names` yields the names of new servers.
-    """
+    ended. A seed gives the same tokens again on `rollout.serve`, but not on SGLang. `devices` are the devices of this
+    process that the seat's servers share. `names` yields the names of new servers."""
 
     def __init__(self, fleet: Fleet, number: int, names: Iterator[str]) -> None:
         super().__init__(number)
@@ -229,10 +226,8 @@ class FleetEngine(Seat):
     @in_fleet
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
         """Brings the seat's servers to these weights; sleeping servers wake. A server that can't take the weights is
-        lost, and gets them when it comes back.
-
-        Raises WeightsMismatch if a server holds other weights afterwards, and OSError if the disk has no room.
-        """
+        lost, and gets them when it comes back. Raises WeightsMismatch if a server holds other weights afterwards, and
+        OSError if the disk has no room."""
         self.fleet.raise_fatal()
         self.wanted = await asyncio.to_thread(self.fleet.route.publish, version, params)
         self.asleep = False
@@ -241,7 +236,6 @@ class FleetEngine(Seat):
         self.fleet.raise_fatal()
 
     async def _bring(self) -> None:
-        """Has the servers follow the seat's orders. A server that is not up follows the orders when it comes up."""
         self.fleet.tell()
         await asyncio.gather(*(server.bring() for server in self.servers if server.up))
 

@@ -63,7 +63,6 @@ class FleetJob:
         return (*self._begun[sample], *self._came[sample].ids)
 
     def _settle(self) -> bool:
-        """Ends samples that need no server any more. Returns whether samples are left."""
         for sample in sorted(self.open):
             if (finish := ended_before(self._ids(sample), self._request.sampling)) is not None:
                 self._end(sample, finish)

@@ -323,7 +323,6 @@ class Server:
             self._check_silence(changing or self.seat.paused)
 
     def _check_process(self) -> None:
-        """Raises ServerError for a process that has ended."""
         if self.process is not None and (status := self.process.ended()) is not None:
             raise ServerError(f"its process ended with status {status}; its log, {self.process.log}, ends with:\n"
                               f"{self.process.last_words()}")  # fmt: skip

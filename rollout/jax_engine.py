@@ -57,7 +57,8 @@ class CacheUsage:
 
 
 class JaxEngine:
-    """The embedded engine; see `rollout.engine.Engine`. All methods belong to one event loop (or to one after another).
+    """The embedded engine; see `rollout.engine.Engine`. All methods must be called on one event loop, or on one loop
+    after another.
 
     `slots` samples run at once, each with at most `max_sequence_tokens` of prompt and response. Their cache has
     `kv_tokens` tokens; 0: as many as all slots may need, but at most `kv_fraction` of the device memory that is free
@@ -113,11 +114,9 @@ class JaxEngine:
     # --- requests -------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest) -> TokenStream:
-        """Queues the request at once (not at the first `await`) and returns the stream of its chunks.
-
-        Raises EngineError for a request that can't be served (`rollout.requests`), which then leaves no trace.
-        Closing, cancelling or dropping the stream aborts the request.
-        """
+        """Queues the request at once (not at the first `await`) and returns the stream of its chunks. Raises
+        EngineError for a request that can't be served (`rollout.requests`), which then leaves no trace. Closing,
+        cancelling or dropping the stream aborts the request."""
         self._attach()
         if not self.has_weights:
             raise EngineError("the engine has no weights: call update_weights first")
@@ -161,11 +160,9 @@ class JaxEngine:
     # --- weights and memory ---------------------------------------------------------------------
 
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
-        """Serves `params` from the next token on.
-
-        Raises EngineError for weights that do not fit (`DeviceState.update`); the old weights then stay. An update that
-        fails later (no memory) loses all weights and requests.
-        """
+        """Serves `params` from the next token on. Raises EngineError for weights that do not fit
+        (`DeviceState.update`); the old weights then stay. An update that fails later (no memory) loses all weights and
+        requests."""
         async with self._between_turns():
             try:
                 await self._in_thread(self._device.update, params)
@@ -287,7 +284,7 @@ class JaxEngine:
     # --- the loop -------------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        """Binds to the running event loop. Jobs of an earlier, closed loop are dropped."""
+        """Jobs of an earlier, closed loop are dropped."""
         self._refuse_if_closed()
         loop = asyncio.get_running_loop()
         if self._loop is loop:
@@ -438,11 +435,9 @@ async def generate_once(
     seed: int = 0,
     on_chunk: Callable[[TokenChunk], bool] = lambda chunk: False,
 ) -> TokenChunk:
-    """Returns the complete response to one prompt, from a new engine, which copies the layers of `model`.
-
-    `on_chunk` gets each chunk, and ends the response behind this chunk by returning True. Raises EngineError for a
-    request that the engine refuses, or a model that computes no finite log-probs.
-    """
+    """Returns the complete response to one prompt, from a new engine, which copies the layers of `model`. `on_chunk`
+    gets each chunk, and ends the response behind this chunk by returning True. Raises EngineError for a request that
+    the engine refuses, or a model that computes no finite log-probs."""
     room = doubling(len(prompt) + sampling.max_new_tokens, LEAST_CACHE)
     engine = JaxEngine(model, slots=1, max_sequence_tokens=room)
     del model

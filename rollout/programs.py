@@ -58,11 +58,9 @@ class Starts:
 
 
 class EnginePrograms:
-    """The compiled programs of one architecture. Engines of equal settings share an object (`programs`).
-
-    `rows` are the shardings of the cache's arrays and of a prefill's rows, if several devices compute together. All
-    programs keep these shardings, so that a cache can be donated. The compiler chooses all other shardings.
-    """
+    """The compiled programs of one architecture. Engines of equal settings share an object (`programs`). `rows` are the
+    shardings of the cache's arrays and of a prefill's rows, if several devices compute together. All programs keep
+    these shardings, so that a cache can be donated. The compiler chooses all other shardings."""
 
     walk = Walk()
 
@@ -195,17 +193,14 @@ class EnginePrograms:
         return cache, last_N, token_B[:, None], logprob_B[:, None], jnp.ones_like(token_B)
 
     def _noted(self, last_N: Array, slot_B: AnyArray, token_B: Array, alive_B: Array) -> Array:
-        """The last tokens of all slots, with new tokens for `slot_B`; `ENDED` for samples that are not alive."""
         return self._complete(last_N.at[slot_B].set(jnp.where(alive_B, token_B, ENDED), mode="drop"))
 
     def _decode(
         self, params: LayerParams, cache: KVCache, last_N: Int[Array, " N"], batch: DecodeRound
     ) -> tuple[KVCache, Int[Array, " N"], Int[Array, "B R"], Float[Array, "B R"], Int[Array, " B"]]:
         """Decodes up to `batch.steps` tokens a sample. Returns (cache, last tokens of all slots, new tokens, log-probs,
-        each sample's number of new tokens).
-
-        A sample ends at a stop id (counted) or at its limit; the round ends with the last sample or after the steps.
-        """
+        each sample's number of new tokens). A sample ends at a stop id (counted) or at its limit; the round ends with
+        the last sample or after the steps."""
         model, layers = model_by_layers(self.graphdef, params)
         text = model.config.text
         B, room = batch.entries_BR.shape
@@ -308,13 +303,10 @@ def sample(
     keys_B: Array,
     index_B: Int[Array, " B"],
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Returns (sampled tokens, their log-probs).
-
-    Forbidden ids are removed first, then all but the `top_k` most probable tokens. Of these, the most probable tokens
-    stay whose renormalised probabilities together reach `top_p`, as few as possible. Equal logits rank by token id. The
-    remaining token with the largest sum of logit and Gumbel noise is sampled. `index_B` is the token's index in its
-    response.
-    """
+    """Returns (sampled tokens, their log-probs). Forbidden ids are removed first, then all but the `top_k` most
+    probable tokens. Of these, the most probable tokens stay whose renormalised probabilities together reach `top_p`, as
+    few as possible. Equal logits rank by token id. The remaining token with the largest sum of logit and Gumbel noise
+    is sampled. `index_B` is the token's index in its response."""
     greedy_B = params.temperature_B == 0
     temperature_B = jnp.where(greedy_B, 1.0, params.temperature_B)
     logits_BV = logits_BV.astype(jnp.float32) / temperature_B[:, None]

@@ -63,8 +63,8 @@ class EngineLimits:
 
     @staticmethod
     def pace(device: Any, steps_per_sync: int, ahead: bool | None = None) -> dict[str, Any]:
-        """The fields that depend on the device. If `ahead` is None, it is False on a CPU, whose cores are the
-        host's, too, else True. If `steps_per_sync` is 0, rounds have 4 tokens a sample, or with `ahead` up to
+        """The fields that depend on the device. An `ahead` of None becomes False on a CPU, whose cores are the host's,
+        too, and True elsewhere. If `steps_per_sync` is 0, rounds have 4 tokens a sample, or with `ahead` up to
         `LONGEST_ROUND`."""
         ahead = device.platform != "cpu" if ahead is None else ahead
         longest = steps_per_sync or (LONGEST_ROUND if ahead else 4)

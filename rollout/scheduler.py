@@ -10,8 +10,8 @@ limit. If a round finds no free page, the youngest sample with pages is *preempt
 again later with the tokens that it has. The oldest sample never loses pages to others, and every request alone fits the
 pool, so that some sample always advances.
 
-If a turn of a single request fails, the request is lost. If a turn of several requests fails, these become *suspects*:
-each has turns for itself until it completes a round, so that only requests that fail alone are lost.
+If a turn of a single request fails, the request is lost. If a turn of several requests fails, the requests become
+*suspects*: each has turns for itself until it completes a round, so that only requests that fail alone are lost.
 """
 
 from __future__ import annotations
@@ -168,11 +168,9 @@ class Scheduler:
 
     def next_turn(self, unread: bool = False) -> bool:
         """Gives free slots and pages to waiting samples, and decides whether the next turn is a start or a round. Makes
-        room for a round. If more samples wait for a start than fit one turn, rounds come in between.
-
-        Returns False if there is no turn. While tokens of an earlier turn are `unread`, also returns False if the turn
-        must wait for them: samples would be preempted, a suspect has turns for itself, or no sample is known to go on.
-        """
+        room for a round. If more samples wait for a start than fit one turn, rounds come in between. Returns False if
+        there is no turn. While tokens of an earlier turn are `unread`, also returns False if the turn must wait for
+        them: samples would be preempted, a suspect has turns for itself, or no sample is known to go on."""
         if unread and any(job.suspect for job in self.jobs.values()):
             return False
         self._admit()
@@ -237,8 +235,7 @@ class Scheduler:
         return True
 
     def _round_steps(self, slots_B: np.ndarray) -> int:
-        """The most tokens of a sample in the next round: more than `steps_per_sync` only if no sample waits for its
-        end."""
+        """The most tokens of a sample in the next round: more than `steps_per_sync` only if no sample waits."""
         table, steps = self.table, self.limits.steps_per_sync
         if not len(slots_B) or self.waiting or len(slots_B) < self.running:
             return steps
@@ -343,7 +340,7 @@ class Scheduler:
         return next((job for job in suspects if any(sample.pages for sample in job.samples)), None)
 
     def at_turn(self) -> list[Job]:
-        """The jobs of the decided turn: the starting jobs, or without any the jobs of the round."""
+        """The jobs of the decided turn: the starting jobs, or else the jobs of the round."""
         return list(self.starting) or self.holders(self.to_decode())
 
     def holders(self, slots_B: np.ndarray) -> list[Job]:
@@ -403,13 +400,11 @@ class Scheduler:
         return deliveries
 
     def _end(self, sample: RunningSample) -> None:
-        """Frees the slot; the last sample of a job removes the job."""
         self._free(sample)
         if not sample.job.open:
             del self.jobs[sample.job.request.rid]
 
     def _end_with(self, sample: RunningSample, finish: FinishReason) -> Delivery:
-        """Ends a sample without new tokens; returns its last chunk."""
         self._end(sample)
         return sample.job, TokenChunk(sample.job.request.rid, sample.index, (), (), (), finish, sample.preemptions)
 

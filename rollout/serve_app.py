@@ -42,11 +42,9 @@ MEMORY = frozenset({"kv_cache", "weights", "cuda_graph"})  # the kinds of memory
 
 
 class RolloutServer:
-    """The routes over one engine; `app` is the application.
-
-    Weights from disk are cast to `dtype`, which the engine serves. If there is a `token`, every route but `/health`
-    requires it. `/model_info` and `/server_info` show `info`.
-    """
+    """The routes over one engine; `app` is the application. Weights from disk are cast to `dtype`, which the engine
+    serves. If there is a `token`, every route but `/health` requires it. `/model_info` and `/server_info` show
+    `info`."""
 
     def __init__(
         self,

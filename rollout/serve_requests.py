@@ -92,7 +92,6 @@ def read_body(raw: bytes, vocabulary: int, eos_ids: tuple[int, ...]) -> Body:
 
 
 def _column(content: Json, name: str, n: int, batch: bool) -> Sequence[Any]:
-    """A field's value for each sample. A batch may have one object for all samples."""
     value = content.get(name)
     if not batch or value is None or isinstance(value, dict):
         return [value] * n
@@ -118,7 +117,6 @@ def _refuse_wishes(where: str, fields: Json, read: Container[str]) -> None:
 
 
 def _sample(place: int, ids: Any, given: Json, seed: int, vocabulary: int, eos_ids: tuple[int, ...]) -> BodySample:
-    """Reads sample `place` of a body; a sample that names no seed gets `seed`."""
     rid = uuid.uuid4().hex if given["rid"] is None else given["rid"]
     if not isinstance(rid, str) or not rid:
         raise BadRequest("rid must be a string that is not empty")

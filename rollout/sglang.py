@@ -55,11 +55,9 @@ class SampleReply:
 
 
 class ServerClient:
-    """The routes of a server as methods, for one event loop. Call `close` at the end.
-
-    Every request raises ServerError if the server can't be reached, takes too long (`CONTROL` seconds, or `UPDATE` for
-    weights and `ask`) or fails, and Refused if the server refuses it. Both errors name address and route.
-    """
+    """The routes of a server as methods, for one event loop. Call `close` at the end. Every request raises ServerError
+    if the server can't be reached, takes too long (`CONTROL` seconds, or `UPDATE` for weights and `ask`) or fails, and
+    Refused if the server refuses it. Both errors name address and route."""
 
     def __init__(self, address: str, *, token: str = "") -> None:
         self.address = address.rstrip("/")
@@ -203,10 +201,8 @@ class ServerClient:
     ) -> AsyncGenerator[SampleReply]:
         """Sends a body of `wire.request_body` and fills `replies`, one for each sample in order; yields each reply when
         it ends. When the server begins its answer, empties the body, which may have many pixels, and calls `accepted`.
-
         `version` is the version that the server has now. After a ServerError, `replies` hold the tokens that arrived;
-        in each reply, the first `len(versions)` tokens and their versions are final.
-        """
+        in each reply, the first `len(versions)` tokens and their versions are final."""
         reader = _StreamReader(self.address, replies, body["sampling_params"], vocabulary, version)
         async with self._reach("POST", "/generate", body, None) as response:
             body.clear()

@@ -1,6 +1,6 @@
-"""A model whose layers travel from host memory to the device while other layers compute: a judge beside an engine.
+"""A model whose layers travel from host memory to the device while other layers compute.
 
-Flexes (RollPacker, section 4.3) colocates a judge with the actor in this way. The results are those of the model with
+Flexes (RollPacker, section 4.3) places a judge beside the actor in this way. The results are those of the model with
 all its layers on the device. Work goes layer by layer. Between two layers the caller may let other programs have the
 device (`rollout.streamed_judge`).
 
@@ -50,11 +50,9 @@ Step: TypeAlias = Callable[[Params | Parts, Parts, jax.Array, int], tuple[jax.Ar
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSpeed:
-    """The operations, bytes of memory and bytes of the link to the host that a device handles in a second.
-
-    The defaults are an H100 SXM's: compute as in the cost model, memory from its data sheet, and 80 % (assumed) of the
-    63 GB/s that PCIe 5.0 x16 has in one direction.
-    """
+    """The operations, bytes of memory and bytes of the link to the host that a device handles in a second. The defaults
+    are an H100 SXM's: compute as in the cost model, memory from its data sheet, and 80 % (assumed) of the 63 GB/s that
+    PCIe 5.0 x16 has in one direction."""
 
     flops: float = LINEAR_UTILISATION * PEAK_FLOPS
     memory_bytes: float = 3.35e12
@@ -130,7 +128,6 @@ class StreamedModel:
     @staticmethod
     def load(path: str | os.PathLike[str], **settings: Any) -> StreamedModel:
         """The model in a checkpoint folder, loaded through host memory. `settings` are the arguments of the class.
-
         During the call, the host holds the weights twice. Also raises the errors of `models.load`."""
         return StreamedModel(models.load(path, shardings=on_host), **settings)
 
@@ -157,9 +154,8 @@ class StreamedModel:
     def score(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
     ) -> Work[list[tuple[float, ...]]]:
-        """Returns for each prompt the log-probability (nats) of each answer, summed over the answer's tokens.
-
-        All answers to a prompt take one pass: each answer is a branch behind the prompt."""
+        """Returns for each prompt the log-probability (nats) of each answer, summed over the answer's tokens. All
+        answers to a prompt take one pass: each answer is a branch behind the prompt."""
         self.check("prompt", prompts)
         self.check("answer", answers)
         if not answers:
@@ -186,7 +182,6 @@ class StreamedModel:
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int] = ()
     ) -> Work[list[tuple[int, ...]]]:
         """Returns the greedy response to each prompt: the most probable token each time, up to and including a stop id.
-
         Every token takes a pass, which lasts at least as long as the transfers of all streamed layers."""
         self.check("prompt", prompts)
         if max_new_tokens < 1:
@@ -295,7 +290,6 @@ class StreamedModel:
         return x
 
     def _settle(self, rows: int, tokens: int, room: int) -> None:
-        """Brings the layers that are resident for a batch of this size to the device, and frees all other layers."""
         wanted = set(range(self.text.num_layers)) - set(
             streamed_places(self.text.num_layers, self._residents(rows, tokens, room))
         )
@@ -356,9 +350,9 @@ def _projections(text: TextConfig) -> int:
 
 
 def pass_bytes(text: TextConfig, rows: int, tokens: int, room: int, value_bytes: int) -> int:
-    """About the most bytes of device memory of a pass beside the streamed and resident weights, if attention stores no
-    scores: hidden states, one layer's projections, MLP and unpacked weights. With `room` columns for a response, all
-    layers' keys, values and states count, too."""
+    """An estimate of the most bytes of device memory of a pass, beside streamed and resident weights, if attention
+    stores no scores: hidden states, one layer's projections, MLP and unpacked weights. With `room` columns for a
+    response, all layers' keys, values and states count, too."""
     width = 4 * text.hidden_size + _projections(text) + 3 * text.intermediate_size
     kept, states = 2 * len(text.attention_layers) * text.num_kv_heads * text.head_dim * (tokens + room), 0
     if (heads := text.delta) is not None:
@@ -371,12 +365,10 @@ def pass_bytes(text: TextConfig, rows: int, tokens: int, room: int, value_bytes:
 def resident_layers(
     layers: int, layer_bytes: int, compute_seconds: float, transfer_seconds: float, free_bytes: int | float
 ) -> int:
-    """The number of layers that stay on the device: as few as hide all transfers, but no more than fit `free_bytes`.
-
-    A transfer hides behind `g = ceil(transfer_seconds / compute_seconds)` layers, so that one layer in `g` can be
+    """The number of layers that stay on the device: as few as hide all transfers, but no more than fit `free_bytes`. A
+    transfer hides behind `g = ceil(transfer_seconds / compute_seconds)` layers, so that one layer in `g` can be
     streamed. If `g` is above PARTS, transfers can't be hidden. Then as many layers as fit are resident, since each
-    saves its transfer. Raises EngineError if not even the buffers fit.
-    """
+    saves its transfer. Raises EngineError if not even the buffers fit."""
     if free_bytes >= layers * layer_bytes:
         most = layers
     else:
@@ -400,10 +392,9 @@ def streamed_places(layers: int, resident: int) -> tuple[int, ...]:
 
 
 def travel(layers: int, streamed: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns, for each layer, (a streamed layer, the numbers of its parts that travel meanwhile).
-
-    A streamed layer travels while the streamed layer before it and all layers between the two compute. The first
-    streamed layer travels from the last one's start to the end of a pass, for the next pass."""
+    """Returns, for each layer, (a streamed layer, the numbers of its parts that travel meanwhile). A streamed layer
+    travels while the streamed layer before it and all layers between the two compute. The first streamed layer travels
+    from the last one's start to the end of a pass, for the next pass."""
     plan: list[tuple[int, tuple[int, ...]]] = [(0, ())] * layers
     for start, following in zip(streamed, [*streamed, layers][1:], strict=True):
         gap = following - start

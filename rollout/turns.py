@@ -194,10 +194,9 @@ def _last_boundary(prompt: ModelInput) -> int:
 
 
 def _chunk_end(scheduler: Scheduler, sample: RunningSample, media: int) -> int:
-    """The token before which a sample's next chunk ends; 0 if all its tokens fit a start.
-
-    If layers have states, a chunk ends where the samples of a prompt part. If several samples have tokens, such a chunk
-    precedes their start even for a short prompt: without it, the row of each sample would repeat the prompt."""
+    """The token before which a sample's next chunk ends; 0 if all its tokens fit a start. If layers have states, a
+    chunk ends where the samples of a prompt part. If several samples have tokens, such a chunk precedes their start
+    even for a short prompt: without it, the row of each sample would repeat the prompt."""
     job = sample.job
     done, fork = scheduler.computed(sample), _last_boundary(job.request.prompt)
     stop = done + max(CHUNK_TOKENS, media - done)
@@ -391,12 +390,10 @@ def _shape(rows: int, longest: int, least_area: int) -> tuple[int, int]:
 def plan(
     prefixes: Sequence[Prefix], limits: EngineLimits, batch_tokens: int, batch_patches: int
 ) -> Iterator[tuple[list[int], PrefillBatch]]:
-    """Packs prefixes, in order, into batches of about `batch_tokens` (rows x row length) and `batch_patches`.
-
-    Yields (indices of the prefixes in a batch, the batch). A row is a prompt and, as far as `limits` allow, its
-    samples' tokens so far, each sample as a branch (`models.inputs.PackedTokens`). A prefix is never divided: a prefix
-    that exceeds a bound has a batch of its own. For a small model, batches are padded to `LEAST_AREA`.
-    """
+    """Packs prefixes, in order, into batches of about `batch_tokens` (rows x row length) and `batch_patches`. Yields
+    (indices of the prefixes in a batch, the batch). A row is a prompt and, as far as `limits` allow, its samples'
+    tokens so far, each sample as a branch (`models.inputs.PackedTokens`). A prefix is never divided: a prefix that
+    exceeds a bound has a batch of its own. For a small model, batches are padded to `LEAST_AREA`."""
     least_area = LEAST_AREA if limits.small_model else 1
     members: list[int] = []
     rows = longest = patches = 0
@@ -466,7 +463,6 @@ def _pack(prefixes: Sequence[Prefix], limits: EngineLimits, least_area: int) -> 
 
 
 def _context(prefixes: Sequence[Prefix], rows: Sequence[int], B: int, limits: EngineLimits) -> Context | None:
-    """The context of each of `B` rows; `rows[i]` rows belong to prefix `i`. None if no prefix has a context."""
     if not any(prefix.context for prefix in prefixes):
         return None
     most = doubling(max(len(prefix.context) for prefix in prefixes), LEAST_CONTEXT // PAGE_TOKENS)

@@ -45,9 +45,8 @@ FIELDS = {"image_data": "image_token_id", "video_data": "video_token_id"}
 
 def request_body(request: GenerateRequest, rids: Mapping[int, str], config: DecoderConfig, *, interval: int) -> Json:
     """The body of `POST /generate` for the samples that are keys of `rids`, with an event each `interval` tokens.
-
-    `rollout.requests.checked` must have returned `request`. Raises EngineError for media that the format can't express.
-    """
+    `rollout.requests.checked` must have returned `request`. Raises EngineError for media that the format can't
+    express."""
     prompt, samples = request.prompt, list(rids)
     prefixes = [request.prefix_ids[i] if request.prefix_ids else () for i in samples]
     ids = prompt.token_ids_T.tolist()

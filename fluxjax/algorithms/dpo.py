@@ -84,6 +84,5 @@ class DPO(RLAlgorithm):
 
 
 def _pair(group: Group) -> tuple[Key, Key] | None:
-    """Returns the keys of the chosen and the rejected response of a group with advantages; None without a pair."""
     keys = {s.advantage: (s.response.draw, s.response.sample) for s in group.samples}
     return (keys[1.0], keys[-1.0]) if 1.0 in keys and -1.0 in keys else None

@@ -45,12 +45,10 @@ class RLAlgorithm:
     def token_loss(
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
     ) -> LossAndMetrics:
-        """Returns the loss of each token, and named per-token metrics. The values of tokens whose loss weight
-        is 0 are ignored.
-
-        A metric of the step is the mean of its values over the trained tokens (`loss_weights_BT != 0`). The learner
-        adds the metrics of all algorithms: entropy, and the gap between the engine's log-probs and the trainer's.
-        """
+        """Returns the loss of each token, and named per-token metrics. The values of tokens whose loss weight is 0 are
+        ignored. A metric of the step is the mean of its values over the trained tokens (`loss_weights_BT != 0`). The
+        learner adds the metrics of all algorithms: entropy, and the gap between the engine's log-probs and the
+        trainer's."""
         raise NotImplementedError
 
     def couple(

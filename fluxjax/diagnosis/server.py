@@ -250,7 +250,6 @@ def _relative(ours_TD: np.ndarray, theirs_TD: np.ndarray) -> float:
 
 
 def _message(probe: Probe) -> dict[str, Any]:
-    """Returns the probe as a user's message of OpenAI's API."""
     content = [
         {"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}}
         for kind, data in probe.media

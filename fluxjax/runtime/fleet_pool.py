@@ -232,7 +232,6 @@ def for_all_engines(config: Config, addresses: Sequence[str]) -> Config:
 
 
 def _check_sglang(python: str, model: DecoderConfig, checkpoint: pathlib.Path) -> None:
-    """Raises `ConfigError` if SGLang is not installed, or can't start from the checkpoint."""
     if not python and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             "rollout.engine is sglang, but this environment has none: pip install 'fluxjax[sglang]', or set "

@@ -333,7 +333,6 @@ class Places:
             self._settled.notify_all()
 
     def _said(self, link: FlightPlace) -> StoreStats | None:
-        """Returns the statistics of a place; None if it does not answer."""
         try:
             said = link.stats(_STATS_SECONDS)
             return StoreStats(**{field.name: said.get(field.name, 0) for field in dataclasses.fields(StoreStats)})

@@ -62,8 +62,8 @@ class Preprocessors:
     `preprocessor-K.log` in `folder`. `addresses` has their addresses by name; `token` gives access to them.
 
     Blocks until all listen on `host`. Raises DataError, with the end of a log, if a process ends before that or does
-    not listen after `start_seconds`. A process that dies later is started again. If one dies more than `restarts` times
-    in a row, each time within `steady_seconds`, `Places.fail` is called, which ends the run.
+    not listen after `start_seconds`. A process that dies later is started again. `Places.fail` ends the run if a
+    process dies more than `restarts` times in a row, each time within `steady_seconds`.
     """
 
     def __init__(

@@ -194,7 +194,6 @@ class ServerFile:
         return complaints
 
     def _read(self, text: str) -> tuple[Mapping[str, str], list[str]]:
-        """Returns the address of each server's agent, by the server's address, and a complaint for each bad line."""
         wanted: dict[str, str] = {}
         complaints: list[str] = []
         for number, line in enumerate(text.splitlines(), start=1):

@@ -68,7 +68,8 @@ class Hardware:
 
     def step_seconds(self, batch: int, degree: int) -> float:
         """Returns the seconds of a decode step of `batch` > 0 samples, without reading the cache: the longer of reading
-        the weights and computing, plus two all-reduces a layer, plus the engine's own overhead."""
+        the weights and computing, plus the engine's own overhead. Engines of several GPUs take two all-reduces a layer
+        in addition."""
         model, speed = self.model, self.scale * degree
         read = 2 * (parameters(model) - model.vocabulary * model.width) / (BANDWIDTH * BANDWIDTH_UTILISATION * speed)
         compute = batch * model.linear_flops() / (PEAK_FLOPS * LINEAR_UTILISATION * speed)

@@ -194,7 +194,6 @@ class SimulatedEngine:
         return self._jump.elapsed(self.clock.now) if self.phase is Phase.DECODE else 0
 
     def _settle(self) -> None:
-        """Advances the batch to the present, and reduces the jump to the step under way."""
         if self.phase is Phase.DECODE:
             done = self._elapsed()
             self.batch.advance(done)

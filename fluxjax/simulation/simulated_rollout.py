@@ -116,8 +116,7 @@ class Rollout:
             self.clock.after(self.settings.reply_limit, partial(self.post, failed))
 
     def _response(self, opened: Generation, progress: SampleProgress) -> Response:
-        """Returns a sample's response. A response with its last token has ended, even if it is aborted at that
-        moment."""
+        """A response with its last token has ended, even if it is aborted at that moment."""
         rid, sample, tokens, segments = progress
         finish = "length" if tokens >= self.work.max_new_tokens else "stop"
         finish = finish if tokens >= opened.samples.lengths[sample] else ABORTED
@@ -243,7 +242,6 @@ def meet_incidents(rollout: Rollout, faults: FaultPlan, over: Callable[[], bool]
     clock = rollout.clock
 
     def meet(index: int, crashes: bool, spells: Iterator[tuple[float, float]], begins: bool) -> None:
-        """Begins or ends a spell of an engine; the end of a spell schedules the next spell."""
         if index < len(rollout.engines):
             engine = rollout.engines[index]
             if not crashes:

@@ -71,8 +71,6 @@ def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
 
 
 def _step_times(records: Sequence[StepRecord]) -> dict[str, dict[str, float | int]]:
-    """Returns the statistics of `_times` for all steps, and for each kind of round if the policy has short and long
-    rounds."""
     kinds = {"all": records} if records else {}
     kinds |= {kind: [r for r in records if r.round == kind] for kind in dict.fromkeys(r.round for r in records) if kind}
     return {kind: _times(some) for kind, some in kinds.items()}

@@ -55,10 +55,8 @@ class PansRecipe:
         return dataclasses.replace(self, side=2 * cell)
 
     def build(self, folder: pathlib.Path) -> None:
-        """Writes `videos/`, `train.jsonl`, `warm_start.jsonl` and `eval.jsonl`; about 3 kB a clip.
-
-        Raises `DataError` if the installed packages lack the photographs that the recipe holds out.
-        """
+        """Writes `videos/`, `train.jsonl`, `warm_start.jsonl` and `eval.jsonl`; about 3 kB a clip. Raises `DataError`
+        if the installed packages lack the photographs that the recipe holds out."""
         photos = load_photos(self)
         if missing := set(self.held_out_photos) - set(photos):
             raise DataError(f"the installed scikit-image and scikit-learn lack the photographs {sorted(missing)}")
@@ -144,7 +142,6 @@ def encode(frames: np.ndarray, recipe: PansRecipe) -> bytes:
 
 
 def _turned(photo: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Applies one of the eight symmetries of the square."""
     if rng.random() < 0.5:
         photo = photo[:, ::-1]
     if rng.random() < 0.5:
@@ -164,7 +161,6 @@ def _pan(
 
 
 def _has_texture(clip: np.ndarray, recipe: PansRecipe) -> bool:
-    """Returns True if every frame has enough texture to show motion along either axis."""
     spread = clip.std()
     grey = clip.mean(-1)
     across = np.abs(grey[:, :, 2:] - grey[:, :, :-2]).mean((1, 2)).min()

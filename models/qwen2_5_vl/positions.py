@@ -25,12 +25,9 @@ def rope_index(
     spatial_merge_size: int,
     tokens_per_second: float | int,
 ) -> tuple[np.ndarray, int]:
-    """Positions `[3, T]` (time, row, column; i32) and the position of the first generated token.
-
-    `token_ids_T` has its media placeholders expanded: one run of `image_token_id` or `video_token_id` for each grid.
-    `seconds_per_grid` has the seconds that one frame pair spans, for each video.
-    Raises ValueError if the runs and the grids do not match.
-    """
+    """Positions `[3, T]` (time, row, column; i32) and the position of the first generated token. `token_ids_T` has its
+    media placeholders expanded: one run of `image_token_id` or `video_token_id` for each grid. `seconds_per_grid` has
+    the seconds that one frame pair spans, for each video. Raises ValueError if the runs and the grids do not match."""
     token_ids_T = np.asarray(token_ids_T)
     if len(seconds_per_grid) != len(video_grids):
         raise ValueError(f"{len(video_grids)} videos, but {len(seconds_per_grid)} times a frame pair")

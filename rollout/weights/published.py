@@ -81,9 +81,7 @@ class Published:
 
 class SharedFolders:
     """Writes each version once into shared memory (a temporary folder if a host has none). Any thread may use it.
-
-    Weights are cast to `dtype`, in which servers compute. `close` removes all versions.
-    """
+    Weights are cast to `dtype`, in which servers compute. `close` removes all versions."""
 
     def __init__(self, config: DecoderConfig, dtype: DTypeLike) -> None:
         self._config, self._dtype = served(config), np.dtype(dtype)
@@ -97,10 +95,8 @@ class SharedFolders:
 
     def write(self, version: int, params: Mapping[str, Any]) -> Published:
         """Writes a version tensor by tensor, unless these very arrays were written as this version before. Blocks.
-
         Raises EngineError for weights of another model, which servers might accept or die of. Raises OSError, which
-        names the folder, if there is no room. A failed write leaves no files behind.
-        """
+        names the folder, if there is no room. A failed write leaves no files behind."""
         with self._lock:
             arrays = jax.tree.leaves(params)
             for published, seen in self._written:
@@ -290,9 +286,8 @@ def sglang_name(name: str) -> str:
 
 def gpu_hash(parts: Sequence[np.ndarray]) -> str:
     """SGLang's hash (`sglang.kernels.ops.memory.gpu_tensor_hash`, 0.5.23) of a tensor on a GPU, given as `parts` one
-    behind the other: sixteen hexadecimal digits.
-
-    32-bit words are mixed with their index and added up by tiles of 8,192; the tiles' 64-bit hashes are added up."""
+    behind the other: sixteen hexadecimal digits. 32-bit words are mixed with their index and added up by tiles of
+    8,192; the tiles' 64-bit hashes are added up."""
     data = b"".join(as_bytes(part).data for part in parts)
     words = np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
     total = 0

@@ -100,10 +100,7 @@ class Buckets(SyncRoute):
 class CudaIpc(Buckets):
     """`ipc`: each bucket is copied from the trainer's arrays into memory on their GPU. Servers of this host, which must
     see that GPU, open the memory by CUDA IPC (`torch_buckets`). Tensors that the trainer no longer holds are read from
-    the version's folder.
-
-    On a CPU, the memory is PyTorch's shared memory. The route has never run on a GPU.
-    """
+    the version's folder. On a CPU, the memory is PyTorch's shared memory. The route has never run on a GPU."""
 
     def __init__(self, memory: SharedFolders, config: DecoderConfig, size: int) -> None:
         super().__init__(memory, size)
@@ -133,11 +130,9 @@ class CudaIpc(Buckets):
 
 class OrbaxFolders(SyncRoute):
     """`orbax`: whole versions or deltas travel, by a folder that all hosts share, into the memory of each host, while
-    servers generate.
-
-    `rollout.serve` pulls weights itself, SGLang does not. This process pulls for SGLang on this host (`here`), an agent
-    (`python -m rollout.weights.agent`) pulls on other hosts. `agents` maps addresses of servers to addresses of agents;
-    a server without an agent is asked itself. `token` gives access to agents and servers."""
+    servers generate. `rollout.serve` pulls weights itself, SGLang does not. This process pulls for SGLang on this host
+    (`here`), an agent (`python -m rollout.weights.agent`) pulls on other hosts. `agents` maps addresses of servers to
+    addresses of agents; a server without an agent is asked itself. `token` gives access to agents and servers."""
 
     def __init__(
         self,

@@ -80,7 +80,6 @@ class VersionFolders:
         self._begin()
 
     def _begin(self) -> None:
-        """Begins a source, a folder of versions whose numbers increase."""
         self.source = self._shared / f"{self._prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.source.mkdir(parents=True)
         self._end = weakref.finalize(self, shutil.rmtree, self.source, ignore_errors=True)
@@ -119,7 +118,6 @@ class VersionFolders:
         return True
 
     def _write_whole(self, folder: pathlib.Path, published: Published) -> None:
-        """Writes an Orbax item of the tensors as servers read them, and their checksums."""
         folder.mkdir()
         tensors = dict(tensors_of(published.folder))
         with ocp.PyTreeCheckpointer() as writer:
@@ -150,10 +148,8 @@ class VersionFolders:
 
 def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Path:
     """Returns a checkpoint folder of a version, below `local`. If possible, applies deltas to a version in `local`.
-
     Several processes of a host may pull at the same time. Raises PullError, DeltaError and OSError; versions in `local`
-    then stay.
-    """
+    then stay."""
     if not (source / folder_name(version)).is_dir():  # checked before any folder of this host changes
         raise _missing(source, version)
     place = pulled(local, source)
@@ -219,7 +215,6 @@ def _chain(source: pathlib.Path, version: int, here: Mapping[int, pathlib.Path])
 
 
 def _make(folder: pathlib.Path, seed: pathlib.Path, deltas: Sequence[Delta]) -> None:
-    """Makes a checkpoint folder out of a `_chain`; it appears under its name when it is complete."""
     part = folder.with_name(f"part-{folder.name}")
     try:
         _write(part, seed, deltas)

@@ -131,11 +131,9 @@ def ternary(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class Descent:
-    """Places sequences on the groups beneath one block of devices.
-
-    `amounts`, `[2, sequences]`, are work and tokens in units of one device's limit; `weights[log2(p)]` is the traffic
-    of a token at degree `p`. The result is in `degrees` and `firsts`, shared by all blocks.
-    """
+    """Places sequences on the groups beneath one block of devices. `amounts`, `[2, sequences]`, are work and tokens in
+    units of one device's limit; `weights[log2(p)]` is the traffic of a token at degree `p`. The result is in `degrees`
+    and `firsts`, shared by all blocks."""
 
     def __init__(self, amounts: np.ndarray, weights: Sequence[float]) -> None:
         self.work, self.tokens = amounts.tolist()
@@ -276,12 +274,9 @@ def halves(
 @functools.cache
 def subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Returns (starts, codes, left, right, in_both): each of `count` items is outside a group (0), in its left half
-    (1), its right half (2) or both halves (3).
-
-    Codes are ordered by the set of items that are in the group: the codes of set `m` (bit `i`: item `i` is in it) are
-    `[starts[m], starts[m + 1])`. `left` and `right` hold the share of an item that each half computes, `in_both` is
-    1.0 where an item stays in both.
-    """
+    (1), its right half (2) or both halves (3). Codes are ordered by the set of items that are in the group: the codes
+    of set `m` (bit `i`: item `i` is in it) are `[starts[m], starts[m + 1])`. `left` and `right` hold the share of an
+    item that each half computes, `in_both` is 1.0 where an item stays in both."""
     code = np.array(list(itertools.product(range(4), repeat=count)), np.int8).reshape(-1, count)
     here = ((code > 0) << np.arange(count)).sum(1)
     order = np.argsort(here, kind="stable")
@@ -293,10 +288,8 @@ def subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray,
 
 class Exchange:
     """Improves `degrees` and `firsts` in place; no device's load exceeds 1, or its former load if that is more.
-
     `amounts`, `[2, sequences]`, are work and tokens over a device's limit; `weights[log2(p)]` is a token's traffic at
-    degree `p`.
-    """
+    degree `p`."""
 
     def __init__(
         self, amounts: np.ndarray, weights: Sequence[float], degrees: list[int], firsts: list[int], num_devices: int

@@ -30,10 +30,8 @@ class PlanError(ValueError):
 @dataclasses.dataclass(frozen=True)
 class Round:
     """A round of a plan, computed by all devices at once: one stream of sequences on each group of `degree` devices.
-
-    `groups[g]` are the sequences, in order, of the stream of devices `[g * degree, (g + 1) * degree)`. A stream
-    is cut into `degree` chunks; the first chunks may be one token longer.
-    """
+    `groups[g]` are the sequences, in order, of the stream of devices `[g * degree, (g + 1) * degree)`. A stream is cut
+    into `degree` chunks; the first chunks may be one token longer."""
 
     degree: int
     groups: tuple[tuple[int, ...], ...]
@@ -41,11 +39,9 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class ShardPlan:
-    """Devices `[firsts[i], firsts[i] + degrees[i])` compute sequence `i`.
-
-    `rounds` are in the order of execution, degrees never increasing (highest sharding first); each sequence is in
-    exactly one round. `work` is the compute of each sequence, in any unit; by default `length**2`.
-    """
+    """Devices `[firsts[i], firsts[i] + degrees[i])` compute sequence `i`. `rounds` are in the order of execution,
+    degrees never increasing (highest sharding first); each sequence is in exactly one round. `work` is the compute of
+    each sequence, in any unit; by default `length**2`."""
 
     num_devices: int
     lengths: tuple[int, ...]
@@ -110,12 +106,10 @@ def rounds(num_devices: int, degrees: Sequence[int], firsts: Sequence[int]) -> t
 
 
 class Deal(NamedTuple):
-    """Attention heads as they are dealt to the devices of a group, each of which computes equally many.
-
-    If heads do not divide evenly, zeros fill them up, or several devices get copies of a KV head and divide
-    the query heads that read it. There are `kv` KV heads after filling up, `copies` copies of each, and `queries` query
-    heads for each copy. All copies are cut into `degree` consecutive equal parts.
-    """
+    """Attention heads as they are dealt to the devices of a group, each of which computes equally many. If heads do not
+    divide evenly, zeros fill them up, or several devices get copies of a KV head and divide the query heads that read
+    it. There are `kv` KV heads after filling up, `copies` copies of each, and `queries` query heads for each copy. All
+    copies are cut into `degree` consecutive equal parts."""
 
     degree: int
     kv: int
@@ -133,12 +127,10 @@ class Deal(NamedTuple):
 
 @functools.lru_cache
 def deal_heads(num_heads: int, num_kv_heads: int, degree: int) -> Deal:
-    """The deal with the fewest query heads a device (compute), then the fewest KV heads (traffic).
-
-    KV heads whose number `degree` divides are neither filled up nor copied. Zeros multiply the compute of attention by
-    `local_queries * degree / num_heads`: 8 / 7 for 28/4 heads at 8. Raises PlanError for a degree above the number of
-    query heads, and ValueError for heads that are no multiple of the KV heads.
-    """
+    """The deal with the fewest query heads a device (compute), then the fewest KV heads (traffic). KV heads whose
+    number `degree` divides are neither filled up nor copied. Zeros multiply the compute of attention by `local_queries
+    * degree / num_heads`: 8 / 7 for 28/4 heads at 8. Raises PlanError for a degree above the number of query heads, and
+    ValueError for heads that are no multiple of the KV heads."""
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads can't be shared by {num_kv_heads} KV heads")
     if degree > num_heads:
@@ -207,11 +199,9 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """One microbatch to place. `lengths_I` (int64) and `work_I` (float64) are tokens and work of each sequence.
-
-    Under any plan, the largest compute of a device is at least `least_compute`, the largest number of tokens at least
-    `least_memory`. Planners aim at `compute_limit` and `memory_limit` as the most of a device.
-    """
+    """One microbatch to place. `lengths_I` (int64) and `work_I` (float64) are tokens and work of each sequence. Under
+    any plan, the largest compute of a device is at least `least_compute`, the largest number of tokens at least
+    `least_memory`. Planners aim at `compute_limit` and `memory_limit` as the most of a device."""
 
     lengths_I: np.ndarray
     work_I: np.ndarray
@@ -260,11 +250,8 @@ def pose(
     limits: Limits,
     work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
 ) -> Problem:
-    """The problem of placing sequences of `lengths` tokens within `limits`.
-
-    The compute of a sequence is its `work`, or else `length**2`. Raises PlanError, naming sequence or field, for a
-    problem that no planner can solve.
-    """
+    """The problem of placing sequences of `lengths` tokens within `limits`. The compute of a sequence is its `work`, or
+    else `length**2`. Raises PlanError, naming sequence or field, for a problem that no planner can solve."""
     degree = limits.degree(num_devices)
     lengths_I = np.asarray(lengths)
     if lengths_I.ndim != 1 or (lengths_I.size and lengths_I.dtype.kind not in "iu"):

@@ -62,8 +62,7 @@ class Spread:
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The device and column of every token of a shard plan. `starts` and `counts` are those of `Spread`, `[devices,
-    rounds of the plan]`. A layout has no sizes of buffers yet; see `needs`.
-    """
+    rounds of the plan]`. A layout has no sizes of buffers yet; see `needs`."""
 
     plan: ShardPlan
     starts: np.ndarray
@@ -126,11 +125,9 @@ class SizedLayout:
         return self.cells // self.columns
 
     def spread(self, predecessors: np.ndarray) -> tuple[np.ndarray, Spread]:
-        """(`predecessors` as in `PackedTokens`, the `Spread`).
-
-        If the predecessor is in the token's own row, its index is its column; otherwise, from `columns` on, it is an
-        index into the exports of the group of the highest degree, device by device.
-        """
+        """(`predecessors` as in `PackedTokens`, the `Spread`). If the predecessor is in the token's own row, its index
+        is its column; otherwise, from `columns` on, it is an index into the exports of the group of the highest degree,
+        device by device."""
         column = self.cells[predecessors] % self.columns
         foreign = np.flatnonzero(self.device[predecessors] != self.device)
         exported, which = np.unique(self.cells[predecessors[foreign]], return_inverse=True)  # device by device
@@ -176,10 +173,8 @@ def _round_order(name: str) -> tuple[int, int]:
 
 
 def size_weight(name: str) -> float:
-    """The cost of a unit of a buffer's size. A column of the row passes all of the decoder and costs 1.
-
-    Sharded rounds are sent; patches and features pass a smaller tower, and are sent; exports are few.
-    """
+    """The cost of a unit of a buffer's size. A column of the row passes all of the decoder and costs 1. Sharded rounds
+    are sent; patches and features pass a smaller tower, and are sent; exports are few."""
     if name.startswith("round/"):
         return 0.25 if _round_order(name)[0] < -1 else 0.05
     if name in ("patches", "frame") or name.startswith("send/"):

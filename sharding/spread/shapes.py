@@ -27,9 +27,9 @@ class ShapeBook:
     """The sizes that have been compiled so far, at most `most` entries.
 
     The cheapest entry that is large enough serves a request, unless a new entry would be cheaper by more than the share
-    `slack` (see `patience`). A new entry has the requested columns, rounded up by an eighth of an octave at most. Its
-    other sizes, relative to its columns, are at least as large as in all earlier entries, so that entries differ in
-    little but their columns. The last entry has the largest possible sizes (caps), and serves every possible request.
+    `slack` (see `patience`). A new entry has the requested columns, rounded up (`round_up`). Relative to its columns,
+    most of its other sizes are at least as large as in all earlier entries, so that entries differ in little but their
+    columns. The last entry has the largest possible sizes (caps), and serves every possible request.
 
     Entries for one number of devices are useless for another number: each number has its own entries, at most `most`.
     If microbatches of single devices and of all devices alternate (`odc`), single devices get `alone` of the `most`

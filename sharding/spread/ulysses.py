@@ -17,11 +17,11 @@ wrap layers in `jax.checkpoint`.
 Rounds can't deadlock. All devices run one program, and issue the same collectives in the same order; let the
 collectives be numbered in this order. A device without a token in a round still exchanges its padding. Groups of one
 collective are disjoint and cover all devices. Groups of two collectives are disjoint or nested, because a group is a
-product of trailing mesh axes. Suppose that devices wait for ever, and that a device waits in the lowest-numbered
-collective of all that wait. It waits for a second device of its group, which has not reached this collective. The
-second device waits in no lower-numbered collective, so it computes. Its computation ends, since the loops over tiles
-and chunks have a fixed length. It then reaches the collective, which contradicts the assumption. The same holds for
-asynchronous starts that run in the order in which the compiled program issues them.
+product of trailing mesh axes. Suppose that devices wait for ever, and take a device that waits in the lowest-numbered
+collective. It waits for a second device of its group, which has not reached this collective. The second device waits in
+no lower-numbered collective, so it computes. Its computation ends, since the loops over tiles and chunks have a fixed
+length. It then reaches the collective, which contradicts the assumption. The same holds for asynchronous starts that
+run in the order in which the compiled program issues them.
 
 The argument does not need the order of degrees. XLA:GPU keeps this order. XLA:CPU drops the barriers that state the
 order, and runs another order, the same on all devices.
@@ -49,12 +49,10 @@ Compute = Callable[[int, PyTree], tuple[PyTree, PyTree]]  # (round, stream) -> r
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class View:
-    """One round as a device sees it: columns of its row from `start`; the `valid` columns belong to the round.
-
-    The other columns belong to other rounds or are the row's padding. They are masked: `read` gives zeros for them
-    (segment 0, too), and `write` leaves them unchanged. `axes` are the group's mesh axes (none for one device), `table`
-    says which tokens of the group's stream a layer mixes: `Tiles` for attention, `PackedRuns` for the delta rule.
-    """
+    """One round as a device sees it: columns of its row from `start`; the `valid` columns belong to the round. The
+    other columns belong to other rounds or are the row's padding. They are masked: `read` gives zeros for them (segment
+    0, too), and `write` leaves them unchanged. `axes` are the group's mesh axes (none for one device), `table` says
+    which tokens of the group's stream a layer mixes: `Tiles` for attention, `PackedRuns` for the delta rule."""
 
     start: Any  # i32 []
     valid: Any  # bool [budget]
@@ -82,12 +80,10 @@ def _wide(valid: Array, part: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class HeadMixer(abc.ABC):
-    """A kind of layer whose heads mix tokens independently of each other.
-
-    `heads` counts the heads of the outputs, `groups` the KV heads or key heads; equally many heads read each group. A
-    unit is such a group, or a copy of a group, with its heads (see `Deal`). A stream has arrays `[S, units, ...]`: all
-    tokens of the devices that share a round, and the units of one device.
-    """
+    """A kind of layer whose heads mix tokens independently of each other. `heads` counts the heads of the outputs,
+    `groups` the KV heads or key heads; equally many heads read each group. A unit is such a group, or a copy of a
+    group, with its heads (see `Deal`). A stream has arrays `[S, units, ...]`: all tokens of the devices that share a
+    round, and the units of one device."""
 
     heads: int
     groups: int
@@ -227,7 +223,6 @@ mixed.defvjp(_forward, _backward)
 
 
 def _row(columns: int, views: tuple[View, ...], parts: list[PyTree]) -> PyTree:
-    """Rows of `columns` tokens: the `parts` of the rounds in their views' columns, and zeros elsewhere."""
     row = jax.tree.map(lambda part: jnp.zeros((columns, *part.shape[1:]), part.dtype), parts[0])
     for view, part in zip(views, parts, strict=True):
         row = jax.tree.map(view.write, row, part)
