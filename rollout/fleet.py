@@ -33,8 +33,8 @@ Order = TypeVar("Order", bound=Callable[..., Coroutine[Any, Any, None]])
 
 
 class Fleet(FleetState):
-    """The servers of the engines in `seats`. Any thread may call the methods, except `ready`, which `call` runs in the
-    fleet's thread. Call `close` at the end."""
+    """The servers of the engines in `seats`. Any thread may call the methods of this class, except `ready`, which
+    `call` runs in the fleet's thread. Call `close` at the end."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -257,9 +257,9 @@ class FleetEngine(Seat):
     @in_fleet
     async def sleep(self) -> None:
         """Frees the memory of the seat's servers, weights included. First waits for servers that are starting, which
-        would never come up if a training step took less time than a start. Then waits for samples of other seats on
-        this seat's servers. No server of the seat starts until the seat wakes. Raises EngineError if samples of this
-        seat run."""
+        would never come up if a training step took less time than a start. Then waits until samples of other seats have
+        ended on this seat's servers. No server of the seat starts until the seat wakes. Raises EngineError if samples
+        of this seat run."""
         if self._running:
             raise EngineError(f"can't sleep: {self._running} samples are running; abort them first")
         fleet, starting = self.fleet, {server: server.restarts for server in self.servers if server.starting}

@@ -28,7 +28,7 @@ class FleetJob:
     ) -> None:
         self._fleet, self._seat, self._request, self._put = fleet, seat, request, put
         self._begun = list(request.prefix_ids or ((),) * request.n)  # token ids of the prefixes
-        self._came = [SampleReply("") for _ in range(request.n)]  # tokens behind the prefixes that have a version
+        self._came = [SampleReply("") for _ in range(request.n)]  # tokens with a version, behind the prefixes
         self.open = set(range(request.n))
         self._aborted: set[int] = set()
         self._running: Attempt | None = None
@@ -184,7 +184,7 @@ class FleetJob:
             except Exception as error:
                 raise EngineError(f"request {request.rid!r} was lost: {type(error).__name__}: {error}") from error
             request = dataclasses.replace(request, prompt=dataclasses.replace(request.prompt, vision=pixels))
-        # Each event repeats all tokens so far. About 32 events a sample at most keep the bytes linear in the length.
+        # Each event repeats all tokens so far. About 32 events a sample keep their bytes linear in its length.
         interval = max(fleet.options.interval, request.sampling.max_new_tokens // 32)
         return wire.request_body(request, rids, fleet.config, interval=interval)
 

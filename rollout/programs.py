@@ -350,7 +350,7 @@ def _sample_sorted(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: A
     rank_V = jnp.arange(V)[None, :]
     kept_BV = rank_V < jnp.where(top_k_B > 0, top_k_B, V)[:, None]
     probs_BV = jax.nn.softmax(jnp.where(kept_BV, -negated_BV, NEVER), axis=-1)
-    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # total of all more probable tokens
+    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # total probability of all more probable tokens
     enough_B = jnp.where(top_p_B < 1.0, top_p_B, jnp.inf)  # a rounded sum may reach 1 too early
     kept_BV &= (before_BV < enough_B[:, None]) | (rank_V == 0)
     best_B = jnp.argmax(jnp.where(kept_BV, noise_BV - negated_BV, NEVER), axis=-1)

@@ -2,7 +2,7 @@
 
 `read_body` reads the JSON of a body, and `requests_of` then reads the prompts with their patches; samples of the body
 can be aborted in between. Samples that differ only in their number and their tokens so far become one request, whose
-prompt is prefilled once. Any error in a body raises `wire.BadRequest`, which names the field.
+prompt is prefilled once. Any error in a body raises `wire.BadRequest`.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def requests_of(
 ) -> list[tuple[GenerateRequest, list[int]]]:
     """The requests of a body, not checked by the engine yet, each with the indices of its samples in the body. Reads
     the arrays of media: call it in a thread. With `shadows`, patches may be tickets: the engine fetches the pixels."""
-    sent: dict[str, Json] = {}  # media with patches, by key: one sample of those with a medium sends its patches
+    sent: dict[str, Json] = {}  # media whose patches are sent, by key; several samples may show one medium
     for field, media in (pair for sample in body.samples for pair in sample.media.items()):
         if is_shadow(media.get("patches")) and not shadows:
             raise BadRequest(

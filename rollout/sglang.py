@@ -236,8 +236,8 @@ class ServerClient:
         if self._closed:
             raise ServerError(f"{self.address}{route}: its connections were closed")
         if self._session is None:
-            # Each request has a connection of its own, and their number has no bound: a server may close a reused
-            # connection just when an order goes out on it, and nobody would know whether the order arrived.
+            # Each request has a connection of its own: a server may close a reused connection just when an order goes
+            # out on it, and nobody would know whether the order arrived. The number of connections has no bound.
             connector, heads = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.TraceConfig()
             heads.on_request_headers_sent.append(_head_is_sent)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, trace_configs=[heads])

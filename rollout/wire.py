@@ -35,7 +35,7 @@ SERVE_VERSION = "fluxjax"  # `version` of `rollout.serve` in /server_info, where
 ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: spreads consecutive seeds
 NEVER = -1e30  # the bias of forbidden tokens; JSON has no infinity
 DTYPES = ("float32", "int32")
-MOST_GRID = 1 << 16  # patches on a side, or frame pairs; the product of three does not overflow
+MOST_GRID = 1 << 16  # bound of each side of a grid, so that the product of three sides does not overflow
 SHADOW = "shadow"  # key of `patches`: {"dtype", "shape", "rows": [[ticket, start, stop], or an array of values, ...]}
 FIELDS = {"image_data": "image_token_id", "video_data": "video_token_id"}
 

@@ -39,7 +39,7 @@ class RLAlgorithm:
     critic = False  # True: `advantages` returns the reward of a response's last token (`fluxjax.algorithms.ppo`)
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        """Returns the groups with `Sample.advantage` filled in, which depends on rewards only."""
+        """Returns the groups with `Sample.advantage` filled in."""
         raise NotImplementedError
 
     def token_loss(

@@ -78,7 +78,7 @@ def _driver() -> str:
 
 
 def _driver_and_cuda(driver: str) -> Finding:
-    """Says whether JAX has a plugin for a CUDA version that the driver supports, in the version of jaxlib."""
+    """Says whether JAX has a plugin, in jaxlib's version, for a CUDA version that the driver supports."""
     versions: dict[str, str] = {}
     for package in ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

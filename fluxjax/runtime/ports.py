@@ -21,7 +21,7 @@ class Trainer(Protocol):
         ...
 
     def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> TrainedStep:
-        """Makes a training step over these groups and the groups that `accumulate` had; `prepared` has each group's
+        """Makes a training step over these groups and the groups that `accumulate` got; `prepared` has each group's
         prompt, by draw. Returns all groups of the step, ordered by draw, and metrics."""
         ...
 

@@ -43,7 +43,7 @@ class StepRecord:
     train: float
     longest: int  # tokens of the longest response that ended
     trained_tokens: int  # tokens of responses
-    lag_mean: float  # versions, over the trained tokens
+    lag_mean: float  # mean over the trained tokens, in versions
     lag_max: int
 
 

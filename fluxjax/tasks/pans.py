@@ -44,7 +44,7 @@ class PansRecipe:
     fps: int = 8
     speeds: tuple[int, ...] = (2,)  # pixels a frame
     min_contrast: float = 18.0  # standard deviation of the pixels over the clip
-    # mean difference of pixels two apart, divided by the contrast: motion shows only along an axis with differences
+    # least mean difference of pixels two apart, divided by the contrast: without differences, motion does not show
     min_gradient: float = 0.25
     contrast: float = 55.0  # every clip is brought to this standard deviation, about mid-grey
     crf: int = 20

@@ -32,7 +32,7 @@ EPS = 1e-9
 
 Score = tuple[float, float]  # excess over the limits of memory and compute (relative to them), then traffic
 Pair = tuple[float, float]  # compute and memory, in units of one device's limit
-Ways = tuple[list[int], list[int], list[int]]  # sequences that stay on all of a group, of its left half, of its right
+Ways = tuple[list[int], list[int], list[int]]  # sequences on all of a group, on its left half, on its right half
 
 
 def dealt(problem: Problem, degree: int) -> list[int]:

@@ -150,10 +150,10 @@ class Limits:
     """The settings of every planner. Sizes are tokens.
 
     `max_degree`: most devices for one sequence, a power of two; 0 for the most that devices and heads allow. A group
-    stays in an aligned block; the block's size is the largest power of two that divides the devices (12: 4, odd: 1).
+    stays in an aligned block, whose size is the largest power of two that divides the number of devices.
     `num_heads`: query heads; no degree exceeds this number. 0: heads set no bound.
-    `alpha`: most tokens of a device over the mean (FlexRL's alpha). More are accepted, as few as the search finds, only
-    if one sequence or one block of `max_degree` devices holds more at the highest degree.
+    `alpha`: most tokens of a device over the mean (FlexRL's alpha). More are accepted only if one sequence, or one
+    block of `max_degree` devices, holds more even at the highest degree.
     `tolerance`: excess of the largest compute load over the smallest possible that is accepted for less traffic.
     `tokens_per_device`: the tokens of a device's buffer, padding of chunks included; never exceeded. 0: no bound.
     `tau`: degrees above `tau` leave a host, and their traffic counts `GAMMA` times (SplitCost).

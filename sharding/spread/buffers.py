@@ -173,8 +173,8 @@ def _round_order(name: str) -> tuple[int, int]:
 
 
 def size_weight(name: str) -> float:
-    """The cost of a unit of a buffer's size. A column of the row passes all of the decoder and costs 1. Sharded rounds
-    are sent; patches and features pass a smaller tower, and are sent; exports are few."""
+    """The cost of a unit of a buffer's size. A column of the row passes all of the decoder and costs 1. Columns of
+    sharded rounds are sent in addition. Patches and features pass a smaller tower, and are sent. Exports are few."""
     if name.startswith("round/"):
         return 0.25 if _round_order(name)[0] < -1 else 0.05
     if name in ("patches", "frame") or name.startswith("send/"):
