@@ -102,8 +102,8 @@ class KVCache:
     def extended(
         self, layer: int, entry_B: Int[Array, " B"], k_BKH: Float[Array, "B K H"], v_BKH: Float[Array, "B K H"]
     ) -> KVCache:
-        """The cache with one new entry of each sample in one layer. Entry `e` is token `e % PAGE_TOKENS` of page `e //
-        PAGE_TOKENS`. Out-of-range entries are not written."""
+        """The cache with one new entry of each sample in one layer. Entry `e` is token `e % PAGE_TOKENS` of page
+        `e // PAGE_TOKENS`. Out-of-range entries are not written."""
         page_B, place_B = entry_B // PAGE_TOKENS, entry_B % PAGE_TOKENS
 
         def write(x: Array, new: Array) -> Array:

@@ -40,7 +40,7 @@ from .engine import EngineError
 
 T = TypeVar("T")
 CUT = frozenset("NKFV")  # axes that are cut: heads, KV heads, inner width of an MLP, vocabulary; no weight has two
-TOGETHER = 16 << 20  # most bytes of small weights that one call copies, since a call takes longer than their copy
+TOGETHER = 16 << 20  # most bytes of small weights that one call copies; a call takes longer than a small copy
 LayerParams: TypeAlias = dict[str, Any]  # weights as of `models.split`, but each kind of layers is a list of layers
 
 # Several engines copy the same weights at the same time, each in its thread. JAX lists the shards of an array at the
@@ -276,8 +276,8 @@ class EngineLayout:
 
     def rows(self, text: TextConfig) -> tuple[Sharding, ...]:
         """The shardings of keys and values, and of the two arrays of states if layers have states. Keys and values
-        are `[L, C, K, S, H]` in the cache and `[L, B, K, T, H]` in a prefill, states `[L, B, V, H, J]` and `[L, B,
-        3, X]`."""
+        are `[L, C, K, S, H]` in the cache and `[L, B, K, T, H]` in a prefill, states `[L, B, V, H, J]` and
+        `[L, B, 3, X]`."""
         heads = self._sharding(2, text.num_kv_heads)
         if text.delta is None:
             return heads, heads

@@ -32,7 +32,7 @@ class FleetOptions:
     look_every: float = 1.0  # seconds between two looks at a server
     attempts: int = 4  # lost attempts after which a request fails
     token: str = ""  # the token that the fleet sends to its servers; empty: none
-    together: bool = False  # a resumed seat generates only once servers have all requests of the seat
+    together: bool = False  # a resumed seat generates as soon as servers have all requests of the seat, not before
     interval: int = 16  # least tokens between two events; a lost server loses tokens since the last event
 
 
@@ -167,7 +167,7 @@ class Server:
 
     def busy_times(self) -> list[tuple[float, float]]:
         """The last spans in which the fleet's samples ran on the server, in seconds of `time.perf_counter`. Any thread
-        may call it."""
+        may call this method."""
         running = [(self._busy_since, time.perf_counter())] if self.open else []
         return [*self.busy.copy(), *running]
 
@@ -203,7 +203,7 @@ class Server:
 
     @property
     def usable(self) -> bool:
-        """Says whether the server is up and has weights, and whether its last good answer cleared all doubts."""
+        """Says whether the server is up, has weights, and has given a good answer since the last doubt."""
         return self.up and self.holds is not None and self.doubts == self.cleared
 
     def suspect(self) -> None:

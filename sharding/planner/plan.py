@@ -129,8 +129,8 @@ class Deal(NamedTuple):
 def deal_heads(num_heads: int, num_kv_heads: int, degree: int) -> Deal:
     """The deal with the fewest query heads a device (compute), then the fewest KV heads (traffic). KV heads whose
     number `degree` divides are neither filled up nor copied. Zeros multiply the compute of attention by `local_queries
-    * degree / num_heads`: 8 / 7 for 28/4 heads at 8. Raises PlanError for a degree above the number of query heads, and
-    ValueError for heads that are no multiple of the KV heads."""
+    * degree / num_heads`: 8 / 7 for 28 query heads, 4 KV heads and degree 8. Raises PlanError for a degree above the
+    number of query heads, and ValueError for heads that are no multiple of the KV heads."""
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads can't be shared by {num_kv_heads} KV heads")
     if degree > num_heads:

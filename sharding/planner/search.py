@@ -213,10 +213,10 @@ def repair(
     good: Callable[[Placement], bool],
     rounds: int,
 ) -> Placement:
-    """A placement no worse by `score_of`, after `rounds` rounds of repair or as soon as it is `good`. `amounts`, `[2,
-    sequences]`: work and tokens in units of one device's limit. `weights[log2(p)]` is the traffic of a token at degree
-    `p`; the last entry is that of a complete block. Sequences that cause traffic, and sequences on devices that exceed
-    a limit, are likelier to be moved. The same arguments give the same placement."""
+    """A placement no worse by `score_of`, after `rounds` rounds of repair or as soon as it is `good`. `amounts`,
+    `[2, sequences]`: work and tokens in units of one device's limit. `weights[log2(p)]` is the traffic of a token at
+    degree `p`; the last entry is that of a complete block. Sequences that cause traffic, and sequences on devices that
+    exceed a limit, are likelier to be moved. The same arguments give the same placement."""
     rng = np.random.default_rng(0)
     degrees, firsts = (np.array(row) for row in placement)
     best = score_of(placement)

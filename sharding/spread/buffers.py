@@ -61,8 +61,8 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The device and column of every token of a shard plan. `starts` and `counts` are those of `Spread`, `[devices,
-    rounds of the plan]`. A layout has no sizes of buffers yet; see `needs`."""
+    """The device and column of every token of a shard plan. `starts` and `counts` are those of `Spread`,
+    `[devices, rounds of the plan]`. A layout has no sizes of buffers yet; see `needs`."""
 
     plan: ShardPlan
     starts: np.ndarray

@@ -87,7 +87,7 @@ class ShapeBook:
         self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
     ) -> Sizes:
         """The sizes of buffers for this number of devices: at least `needs`, each at most its cap (if it has one). With
-        `exact`, while more than one entry may be made, sizes equal `needs`; only `frame` never shrinks."""
+        `exact`, while more than one entry may be made, sizes equal `needs`, but `frame` never shrinks."""
         usable, places = self._usable(needs, caps, devices), self.places(devices)
         # Drops entries of other settings: a resumed run may have smaller buffers, or another strategy.
         entries = self.entries[devices] = list(usable)
