@@ -1,8 +1,8 @@
 """The cache of the embedded engine on its devices: pages of keys and values, and states.
 
 The cache is a pool of pages (`rollout.slots`). A layer with Gated DeltaNet has a state of fixed size for each slot
-instead of pages. A prefill returns the state behind each prefilled row. The state behind a row is written to the slot
-of each sample that starts from the row, or that continues behind the chunk in the row.
+instead of pages. A prefill returns the state behind each prefilled row. The state behind a row is written to the slots
+of all samples that start from the row or continue behind it.
 """
 
 from __future__ import annotations

@@ -239,8 +239,8 @@ def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tup
 
 @dataclasses.dataclass(frozen=True)
 class EngineLayout:
-    """The devices that one engine computes on, and the way its arrays lie on them. An axis of `CUT` is cut into the
-    largest number of parts that divides its size, is a power of two, and is at most the number of devices. If parts are
+    """The devices that one engine computes on, and the way its arrays lie on them. An axis of `CUT` is cut into parts.
+    Their number is the largest power of two that divides the axis and is at most the number of devices. If parts are
     fewer than devices, each part lies on several devices."""
 
     devices: tuple[Device, ...]

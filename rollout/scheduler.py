@@ -1,17 +1,17 @@
 """The engine's bookkeeping of requests, samples, slots and pages: pure host code without device, clock or event loop.
 
-Samples wait in the order of submission (or of seeds) and get the lowest free slots and then free pages in that order,
+Samples wait in the order of submission (or of seeds). They get the lowest free slots and then free pages in that order,
 so that equal submissions give equal batches. All samples of a request share the full pages of its prompt. A sample with
 empty pages (it is new, was preempted, or the weights changed) is *started* from prefilled rows; a started sample is
 decoded. A *turn* of the engine starts some samples, or is a *round*: all started samples get some tokens.
 
 A sample gets pages for the tokens that it has, not for tokens that may follow: most responses end long before their
-limit. If a round finds no free page, the youngest sample with pages is *preempted*: it loses its pages, and is started
+limit. If a round finds no free page, the youngest sample with pages is *preempted*: it loses its pages. It is started
 again later with the tokens that it has. The oldest sample never loses pages to others, and every request alone fits the
 pool, so that some sample always advances.
 
 If a turn of a single request fails, the request is lost. If a turn of several requests fails, the requests become
-*suspects*: each has turns for itself until it completes a round, so that only requests that fail alone are lost.
+*suspects*: each has turns for itself until it completes a round. So only requests that fail alone are lost.
 """
 
 from __future__ import annotations
@@ -169,8 +169,9 @@ class Scheduler:
     def next_turn(self, unread: bool = False) -> bool:
         """Gives free slots and pages to waiting samples, and decides whether the next turn is a start or a round. Makes
         room for a round. If more samples wait for a start than fit one turn, rounds come in between. Returns False if
-        there is no turn. While tokens of an earlier turn are `unread`, also returns False if the turn must wait for
-        them: samples would be preempted, a suspect has turns for itself, or no sample is known to go on."""
+        there is no turn. While tokens of an earlier turn are `unread`, also returns False if samples would be
+        preempted, a suspect has turns for itself, or no sample is known to go on: the turn must then wait for these
+        tokens."""
         if unread and any(job.suspect for job in self.jobs.values()):
             return False
         self._admit()

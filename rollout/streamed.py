@@ -5,8 +5,8 @@ all its layers on the device. Work goes layer by layer. Between two layers the c
 device (`rollout.streamed_judge`).
 
 Flexes changes the number of layers in host memory with the sequence length, but the paper gives no formula. The rule
-here follows from the pipeline: of `L` layers, `S` are streamed, evenly spread, so that `L // S` layers compute while a
-streamed layer travels."""
+here follows from the pipeline. Of `L` layers, `S` evenly spread layers are streamed, so that `L // S` layers compute
+while a streamed layer travels."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class StreamedModel:
     """A text model, or the decoder of a model with vision, on `device` of this process; None: its first device.
 
     `resident` layers stay on the device. If it is None, `resident_layers` chooses the number for each batch, by `pace`
-    and the free memory that the device reports; a device without a report (a CPU) counts as large enough. A batch has
+    and the free memory that the device reports. A device without a report (a CPU) counts as large enough. A batch has
     at most `batch_tokens` (rows x row length), or a single prompt. `compute_dtype` casts the weights; without it all
     layers must have one dtype. The host holds the layers once, in pinned memory.
 
@@ -351,8 +351,8 @@ def _projections(text: TextConfig) -> int:
 
 def pass_bytes(text: TextConfig, rows: int, tokens: int, room: int, value_bytes: int) -> int:
     """An estimate of the most bytes of device memory of a pass, beside streamed and resident weights, if attention
-    stores no scores: hidden states, one layer's projections, MLP and unpacked weights. With `room` columns for a
-    response, all layers' keys, values and states count, too."""
+    stores no scores. It counts hidden states, and one layer's projections, MLP and unpacked weights. With `room`
+    columns for a response, all layers' keys, values and states count, too."""
     width = 4 * text.hidden_size + _projections(text) + 3 * text.intermediate_size
     kept, states = 2 * len(text.attention_layers) * text.num_kv_heads * text.head_dim * (tokens + room), 0
     if (heads := text.delta) is not None:

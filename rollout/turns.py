@@ -5,9 +5,9 @@ each running sample some tokens. Samples that start together share the computati
 
 A prompt, or a prompt with its response so far, is computed in chunks if it is longer than `CHUNK_TOKENS`. A chunk is
 written to pages. Later chunks attend to these pages, as do samples that start later than others of their prompt. If a
-prompt has at most `PREFILL_PATCHES` patches, the vision tower computes all of them in the prefill program, and no chunk
-ends before the prompt's last image or video does. A prompt with more patches is cut anywhere, and the tower computes
-groups of frame pairs when chunks need them (`rollout.prompt_pixels`).
+prompt has at most `PREFILL_PATCHES` patches, the prefill program computes all their features. No chunk of this prompt
+then ends before its last image or video ends. A prompt with more patches is cut anywhere, and the tower computes groups
+of frame pairs when chunks need them (`rollout.prompt_pixels`).
 
 If layers have states (`EngineLimits.recurrent`), pages of a prompt are not enough to go on from. A chunk leaves its
 state in the slots of all samples that go on from it. A chunk ends at the prompt's last page boundary before its last
@@ -196,7 +196,7 @@ def _last_boundary(prompt: ModelInput) -> int:
 def _chunk_end(scheduler: Scheduler, sample: RunningSample, media: int) -> int:
     """The token before which a sample's next chunk ends; 0 if all its tokens fit a start. If layers have states, a
     chunk ends where the samples of a prompt part. If several samples have tokens, such a chunk precedes their start
-    even for a short prompt: without it, the row of each sample would repeat the prompt."""
+    even for a short prompt. Otherwise the row of each sample would repeat the prompt."""
     job = sample.job
     done, fork = scheduler.computed(sample), _last_boundary(job.request.prompt)
     stop = done + max(CHUNK_TOKENS, media - done)
@@ -226,8 +226,8 @@ def _features(scheduler: Scheduler, job: Job, part: ModelInput, end: int) -> Fea
 
 
 def pixels_ahead(scheduler: Scheduler) -> Iterator[ShadowTensor]:
-    """Yields patches to fetch for turns after the planned turn, in about the order of their use: about `AHEAD_PATCHES`
-    patches, and at least one tensor if any prompt needs patches."""
+    """Yields patches to fetch for turns after the planned turn, in about the order of their use. Yields about
+    `AHEAD_PATCHES` patches, and at least one tensor if any prompt needs patches."""
     from .prompt_pixels import AHEAD_PATCHES, PromptFeatures
 
     most = AHEAD_PATCHES

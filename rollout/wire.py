@@ -1,7 +1,8 @@
 """Requests and replies as JSON of SGLang's native `/generate`, both ways: servers read the bodies that clients write.
 
 The samples of a request travel together as a batch. Sample `i` of the batch has its own prompt and prefix as
-`input_ids`, its own `rid`, and in `custom_params` the seed and number by which `rollout.serve` samples its tokens.
+`input_ids`, and its own `rid`. Its `custom_params` have the seed and number by which `rollout.serve` samples its
+tokens.
 
 Media travel as the patches, grids and rotary positions that the trainer computes on. Patches are in raster order, as in
 Hugging Face's processors; prompts have expanded placeholders. `rollout.serve` reads this format (`FORMAT`), and so does

@@ -1,8 +1,9 @@
 """The terms of policy losses, and the weights that turn token losses into a step's mean.
 
-One term corrects for every difference between the policy that generated a token and the policy in training. Stale
-weights, responses whose segments come from several versions, replay and an engine that rounds differently have one
-form: tokens that a behaviour policy sampled, each with a weight version. So each token has a weight (Flux, component 3)
+One term corrects for every difference between the policy that generated a token and the policy in training. Such
+differences come from stale weights, segments of several versions, replay, and an engine that rounds differently. They
+all have one form: tokens that a behaviour policy sampled, each with a weight version. So each token has a weight (Flux,
+component 3)
 
     w = C(proximal / behaviour) * decay**lag
 

@@ -1,10 +1,10 @@
 """Proximal policy optimisation with a critic (Schulman et al., arXiv:1707.06347; advantages: arXiv:1506.02438).
 
-The policy's loss is GRPO's clipped loss (equation 7 of the paper), with an advantage for each token: generalised
-advantage estimation (GAE, equations 11 to 16) from the values of a critic, whitened over the step. A response is an
-episode and its tokens are the actions. r_t is the reward of token t: the response's reward for the last token, 0 for
-other tokens, less the token's KL term under `kl_in_reward`. V_t is the critic's value of the state in which token t was
-chosen; V is 0 behind the last token.
+The policy's loss is GRPO's clipped loss (equation 7 of the paper), with an advantage for each token. Advantages are
+estimated from the values of a critic (GAE, equations 11 to 16), and whitened over the step. A response is an episode
+and its tokens are the actions. r_t is the reward of token t: the response's reward for the last token, 0 for other
+tokens. Under `kl_in_reward`, the token's KL term is subtracted. V_t is the critic's value of the state in which token t
+was chosen; V is 0 behind the last token.
 
     delta_t = r_t + gamma V_{t+1} - V_t,     A_t = delta_t + gamma lambda A_{t+1}
 

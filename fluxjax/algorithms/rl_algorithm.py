@@ -54,8 +54,8 @@ class RLAlgorithm:
     def couple(
         self, groups: Sequence[Group], log_ratios: Mapping[Key, float], cfg: AlgorithmConfig
     ) -> tuple[Mapping[Key, float], Mapping[str, float]]:
-        """Returns the derivatives of a `coupled` algorithm's loss, for an optimizer step, with respect to the
-        log-probability of each response; and metrics, among them `loss`, the value of the loss.
+        """Returns (the derivatives of a `coupled` algorithm's loss by the log-probability of each response, metrics),
+        for an optimizer step. The metric `loss` is the value of the loss.
 
         `groups` have the advantages that `advantages` gave them. `log_ratios` are `log(policy / reference)` in nats,
         summed over the tokens of a response. They lack responses without a token, and responses with the advantage 0 in

@@ -122,8 +122,8 @@ async def inspected(config: Config, samples: int) -> AsyncIterator[tuple[str, So
 
 
 async def _trouble(scorer: Scorer, prompt: Prompt) -> str:
-    """Returns what is wrong with a prompt's rewards, or "": a reward fails, an empty answer is correct, or the
-    reference answer is correct in none of `FORMS`."""
+    """Returns what is wrong with a prompt's rewards, or "". A reward may fail, an empty answer may be correct, or the
+    reference answer may be correct in none of `FORMS`."""
     empty, *given = [await scorer.score_text(prompt, form.format(prompt.answer)) for form in ("", *FORMS)]
     if reasons := [reward.reason for reward in (empty, *given) if reward.reason]:
         return reasons[0]

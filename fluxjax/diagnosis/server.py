@@ -155,7 +155,7 @@ class ServerComparison:
 
     async def _located(self, unexplained: Finding, probe: Probe, dumps: TensorDumps) -> Finding:
         """Compares hidden states behind each decoder layer. Returns a finding with the name of the first layer that
-        differs, or with the name of `unexplained` if no layer differs, or if layer 0 differs behind a tower."""
+        differs. If no layer differs, or layer 0 differs behind a tower, the finding has the name of `unexplained`."""
         ours = [state_TD for part, state_TD in our_parts(self._trainer.model, probe.inputs).items() if "layer" in part]
         earlier = dumps.passes()
         try:

@@ -201,8 +201,8 @@ class Places:
         return True
 
     def check(self) -> None:
-        """Raises DataError if no work can go on: the store is closed or has failed, a place refuses this client, or no
-        place was connected for more than `patience` seconds."""
+        """Raises DataError if the store is closed or has failed, if a place refuses this client, or if no place was
+        connected for more than `patience` seconds."""
         if self._closed:
             raise DataError("the media store is closed")
         if self._failure:
@@ -251,9 +251,8 @@ class Places:
 
     @contextlib.contextmanager
     def asking(self, seat: PlaceSeat, link: FlightPlace, count: int) -> Iterator[float]:
-        """Waits until a place has room for a question about `count` media or ranges, yields the seconds that the place
-        may take, and counts the question as open until the block ends. Gives up the connection of a place that fails.
-        """
+        """Waits until a place has room for a question about `count` media or ranges, then yields the seconds that the
+        place may take. Counts the question as open until the block ends. Gives up a connection that fails."""
         given = 0
         try:
             with self.lock:

@@ -101,8 +101,8 @@ class Runtime:
 
     async def _serve(self) -> None:
         """Carries out every instruction in a task of its own. Tasks begin in the order of their instructions, and
-        before the next event is handled: up to its first wait, a task sees the state in which the coordinator gave the
-        instruction."""
+        before the next event is handled. Up to its first wait, a task therefore sees the state in which the coordinator
+        gave the instruction."""
         while self.coordinator.finished is None:
             event = await self._events.get()
             for heard in [self._time(), event] if self.tick else [event]:

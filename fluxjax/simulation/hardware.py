@@ -67,9 +67,9 @@ class Hardware:
     # --- engines of `degree` GPUs -----------------------------------------------------------------------
 
     def step_seconds(self, batch: int, degree: int) -> float:
-        """Returns the seconds of a decode step of `batch` > 0 samples, without reading the cache: the longer of reading
-        the weights and computing, plus the engine's own overhead. Engines of several GPUs take two all-reduces a layer
-        in addition."""
+        """Returns the seconds of a decode step of `batch` > 0 samples, without reading the cache. It is the longer of
+        reading the weights and computing, plus the engine's own overhead. Engines of several GPUs take two all-reduces
+        a layer in addition."""
         model, speed = self.model, self.scale * degree
         read = 2 * (parameters(model) - model.vocabulary * model.width) / (BANDWIDTH * BANDWIDTH_UTILISATION * speed)
         compute = batch * model.linear_flops() / (PEAK_FLOPS * LINEAR_UTILISATION * speed)
@@ -102,8 +102,8 @@ class Hardware:
 
     def train_seconds(self, tokens: int, gpus: int, update: bool = True) -> float:
         """Returns the seconds of training on `tokens` tokens (prompts and responses, every sample with its prompt) on
-        `gpus` GPUs: the log-probs of the reference and of the policy before the step, the gradients, and, with
-        `update`, the optimizer's step."""
+        `gpus` GPUs. These seconds are for the log-probs of the reference and of the policy before the step, for the
+        gradients and, with `update`, for the optimizer's step."""
         passes = 1 + BACKWARD + REFERENCE + OLD_LOGPROBS
         seconds = tokens * passes * self.model.linear_flops() / (PEAK_FLOPS * self.utilisation * self.scale * gpus)
         # The optimizer reads 16 bytes of state a parameter, and writes as many.
@@ -115,8 +115,9 @@ class Hardware:
         return 2 * parameters(self.model) / NETWORK + SYNC
 
     def reward_seconds(self, task: str, tokens: int, sandbox: float = 0.0) -> float:
-        """Returns the seconds of scoring a response of `tokens` tokens with its prompt on one worker: a rule, a sandbox
-        that runs for `sandbox` seconds unless it is stopped, or a judge's GPU. Raises KeyError for another task."""
+        """Returns the seconds of scoring a response of `tokens` tokens with its prompt on one worker. The worker is a
+        rule, a sandbox that runs for `sandbox` seconds unless it is stopped, or a judge's GPU. Raises KeyError for
+        another task."""
         if task == "judge":
             return tokens * self.judge.linear_flops() / (PEAK_FLOPS * LINEAR_UTILISATION * self.scale) + JUDGE
         return {"math": MATH, "code": min(sandbox, SANDBOX_LIMIT)}[task]

@@ -1,17 +1,17 @@
 """A simulated inference engine: continuous batching, a KV cache of limited size, preemption by recomputation.
 
-It works as vLLM and SGLang do, in steps. At the end of each step the engine
+The engine works in steps, as vLLM and SGLang do. At the end of each step the engine
 
-1. preempts the youngest samples while the cache lacks room for one more token of every sample; their cache is dropped
-   and computed anew when there is room (Flexes, section 4.2),
-2. lets in waiting samples in their order, as far as cache and `max_running` allow, and fills the cache with their
-   prompts and generated tokens: a step of prefill, in which no other sample gets a token,
+1. preempts the youngest samples while the cache lacks room for one more token of every sample (their cache is dropped,
+   and computed anew when there is room: Flexes, section 4.2),
+2. lets in waiting samples in their order, as far as cache and `max_running` allow, in a step of prefill: this fills the
+   cache with their prompts and generated tokens, and no other sample gets a token,
 3. or, if it let in no sample, decodes: one token for every running sample.
 
-Time is not simulated token by token. While no sample enters or leaves, the time of n steps is a sum in closed form, so
-the engine jumps to the next step with an event: a sample's last token, a full cache. A call from outside (a new sample,
-an abort, an update) cuts the jump short at the end of the step under way.
-`continuous_batch.py` has the samples and the cache, without time.
+Time is not simulated token by token. While no sample enters or leaves, the time of n steps is a sum in closed form. The
+engine therefore jumps to the next step in which a sample ends or the cache is full. A call from outside (a new sample,
+an abort, an update) cuts the jump short at the end of the step under way. `continuous_batch.py` has the samples and the
+cache, without time.
 """
 
 import bisect
@@ -92,8 +92,8 @@ class SimulatedEngine:
 
     def submit(self, rid: str, sample: int, prompt_tokens: int, total_tokens: int, begun: Segments = ()) -> None:
         """Adds a sample that ends with `total_tokens` generated tokens; the tokens of `begun` exist already. The sample
-        waits while the engine is down. Raises SimulatedEngineError if the engine has this sample already, if the sample
-        has no tokens left to generate, or if the cache can never hold the sample."""
+        waits while the engine is down. Raises SimulatedEngineError for a sample that the engine has already, that has
+        no tokens left to generate, or that the cache can never hold."""
         batch, had = self.batch, sum(tokens for _, tokens in begun)
         if had >= total_tokens or prompt_tokens + total_tokens > batch.kv_limit:
             raise SimulatedEngineError(

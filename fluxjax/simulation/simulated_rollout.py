@@ -219,8 +219,8 @@ class Rollout:
         return int(self._totals()[3])
 
     def utilisation(self) -> tuple[float, float]:
-        """Returns (the share of the GPUs' time in which their engine worked, the decoded tokens as a share of the
-        tokens that engines at their peak would have decoded) since the beginning."""
+        """Returns two shares since the beginning: (the GPUs' time in which their engine worked, the decoded tokens of
+        all tokens that engines at their peak would have decoded)."""
         busy, peak, tokens, _ = self._totals()
         span = self.clock.now
         return (busy / (span * self.settings.rollout_gpus), tokens / peak) if span > 0 else (0.0, 0.0)

@@ -122,9 +122,9 @@ def _dict(items: Mapping[str, bytes]) -> bytes:
 
 
 def device_tensors(config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, Bytes]:
-    """A function for each tensor, by its name in a checkpoint: casts the tensor to a dtype, and returns its bytes `[N]`
-    (uint8) as in a checkpoint, on the device. An array has no function if other processes hold parts of it. A function
-    keeps no array alive: it returns None for an array that was freed or deleted."""
+    """A function for each tensor, by the tensor's name in a checkpoint. The function casts the tensor to a dtype, and
+    returns its bytes `[N]` (uint8) as in a checkpoint, on the device. An array has no function if other processes hold
+    parts of it. A function keeps no array alive: it returns None for an array that was freed or deleted."""
     values, found = by_path(params), dict[str, Bytes]()
     for entry in tensor_names(config):
         value = values[entry.path]

@@ -1,8 +1,9 @@
 """Versions of the weights on a file system that hosts share: written by the trainer, pulled by hosts of servers.
 
 `SOURCE/weight_v000007` is the delta from the version before, or a whole version (an Orbax item with the model's
-configuration) if there is no smaller delta, or the last `FULL_EVERY` versions are deltas. A folder appears under its
-name when it is complete. `pull` makes a checkpoint folder of a version in a host's own memory, for servers to read.
+configuration). It is a whole version if there is no smaller delta, or if the last `FULL_EVERY` versions are deltas. A
+folder appears under its name when it is complete. `pull` makes a checkpoint folder of a version in a host's own memory,
+for servers to read.
 
 A delta is lossless: XOR of the words of two versions, compressed by zstd. After a small step, most weights are the same
 in bfloat16: the XOR is zeros with a few bits between. A delta's folder has the layout of SGLang's `/pull_weights` (pull
@@ -187,8 +188,8 @@ def pulled(local: pathlib.Path, source: pathlib.Path) -> pathlib.Path:
 
 
 def _not_of(owners: Container[int], folder: pathlib.Path) -> str:
-    """The reason why a folder of shared memory, which is open to all users of a host, is not one that `owners` made;
-    empty if it is."""
+    """The reason why a folder of shared memory, which is open to all users of a host, was not made by `owners`; empty
+    if it was."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
         return "it is a link or a file"

@@ -1,7 +1,7 @@
 """LB-Mini deals sequences to devices and microbatches, so that devices wait little for each other. numpy only.
 
-Under ODC devices meet once a minibatch, not at every layer of every microbatch (ODC paper, sections 3 and 4), so that
-only the work of a whole minibatch must be even. Nothing is sharded: a sequence is computed by one device.
+Under ODC (ODC paper, sections 3 and 4), devices meet once a minibatch, not at every layer of every microbatch. Only the
+work of a complete minibatch must therefore be even. Nothing is sharded: a sequence is computed by one device.
 
 Below stand the ways to deal numbers to bins of nearly equal sums: Karmarkar-Karp differencing, with and without equal
 sizes, longest first, and swaps. A partition is the bin of each item, `[items]` int in `[0, bins)`. All functions are
@@ -143,7 +143,7 @@ def longest_first(work_I: np.ndarray, count: int) -> list[int]:
 def swapped(
     work: Sequence[float] | Sequence[int] | np.ndarray, bins: Sequence[int], count: int, *, equal_size: bool = False
 ) -> list[int]:
-    """Improves `bins` by exchanges: the fullest bin gives an item away, for nothing or for another item, if afterwards
+    """Improves `bins` by exchanges. The fullest bin gives an item away, for nothing or for another item, if afterwards
     both bins are emptier than the fullest bin was. The best exchange is made until no exchange helps, so that the
     largest sum never grows. `equal_size` allows only items for items, so that bins keep their numbers of items."""
     work_I, bins_I = np.asarray(work, float), np.array(bins, int)

@@ -241,7 +241,7 @@ def halves(
 ) -> tuple[float, list[int], list[int]]:
     """Deals `members` to two sides, by Karmarkar-Karp differencing down to `ENTITIES` entries, then by trying all ways.
     Returns (unevenness, left, right). The unevenness is the larger of the differences in work and tokens, each divided
-    by its spare part; a difference in tokens above the spare part counts `HARD` times."""
+    by its spare part. A difference in tokens above the spare part counts `HARD` times."""
     by_work, by_tokens = 1 / spare_work, 1 / spare_tokens
     heap: list[tuple[float, int, float, float, list[int], list[int]]] = []
     for k, i in enumerate(members):

@@ -4,8 +4,8 @@ Limits are the bounds of a plan; a Problem is one microbatch to place, in number
 place, `pose` raises PlanError, naming the sequence or field.
 
 Devices are numbered along the mesh in row-major order. A group of degree `p` is `p` consecutive devices beginning at a
-multiple of `p`, so any two groups are disjoint or nested (FlexRL section 3.3), and a group is the product of the last
-`log2(p)` mesh axes.
+multiple of `p`, the product of the last `log2(p)` mesh axes. Any two groups are therefore disjoint or nested (FlexRL
+section 3.3).
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def rounds(num_devices: int, degrees: Sequence[int], firsts: Sequence[int]) -> t
 
 class Deal(NamedTuple):
     """Attention heads as they are dealt to the devices of a group, each of which computes equally many. If heads do not
-    divide evenly, zeros fill them up, or several devices get copies of a KV head and divide the query heads that read
-    it. There are `kv` KV heads after filling up, `copies` copies of each, and `queries` query heads for each copy. All
-    copies are cut into `degree` consecutive equal parts."""
+    divide evenly, zeros fill them up, or several devices get copies of a KV head. Devices with copies divide the query
+    heads that read this KV head. There are `kv` KV heads after filling up, `copies` copies of each, and `queries` query
+    heads for each copy. All copies are cut into `degree` consecutive equal parts."""
 
     degree: int
     kv: int

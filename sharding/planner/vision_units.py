@@ -104,7 +104,7 @@ def _level(loads: np.ndarray, size: int, count: int, room: np.ndarray) -> np.nda
 
 
 def surely_hold(patches: int, frame: int, devices: int, cap: int) -> bool:
-    """Says whether devices of `cap` patches surely hold `patches`, spread in units of at most `frame` patches: the
+    """Says whether devices of `cap` patches surely hold `patches`, spread in units of at most `frame` patches. The
     largest load under `spread_vision` is at most 1.05 of the mean, or at most the mean plus one unit."""
     mean = patches / devices
     return patches <= cap or (mean * TARGETS[0] <= cap and mean + frame <= cap)

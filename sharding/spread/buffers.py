@@ -125,9 +125,8 @@ class SizedLayout:
         return self.cells // self.columns
 
     def spread(self, predecessors: np.ndarray) -> tuple[np.ndarray, Spread]:
-        """(`predecessors` as in `PackedTokens`, the `Spread`). If the predecessor is in the token's own row, its index
-        is its column; otherwise, from `columns` on, it is an index into the exports of the group of the highest degree,
-        device by device."""
+        """(`predecessors` as in `PackedTokens`, the `Spread`). The index of a predecessor in the token's own row is its
+        column. Indices from `columns` on count the exports of the group of the highest degree, device by device."""
         column = self.cells[predecessors] % self.columns
         foreign = np.flatnonzero(self.device[predecessors] != self.device)
         exported, which = np.unique(self.cells[predecessors[foreign]], return_inverse=True)  # device by device
