@@ -6,7 +6,8 @@ device (`rollout.streamed_judge`).
 
 Flexes changes the number of layers in host memory with the sequence length, but the paper gives no formula. The rule
 here follows from the pipeline. Of `L` layers, `S` evenly spread layers are streamed, so that `L // S` layers compute
-while a streamed layer travels."""
+while a streamed layer travels.
+"""
 
 from __future__ import annotations
 

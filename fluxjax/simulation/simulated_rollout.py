@@ -219,8 +219,9 @@ class Rollout:
         return int(self._totals()[3])
 
     def utilisation(self) -> tuple[float, float]:
-        """Returns two shares since the beginning: (the GPUs' time in which their engine worked, the decoded tokens of
-        all tokens that engines at their peak would have decoded)."""
+        """Returns (the share of the GPUs' time in which their engines worked, the share of the peak) since the
+        beginning. The second share is that of the decoded tokens in the tokens that engines at their peak would have
+        decoded."""
         busy, peak, tokens, _ = self._totals()
         span = self.clock.now
         return (busy / (span * self.settings.rollout_gpus), tokens / peak) if span > 0 else (0.0, 0.0)

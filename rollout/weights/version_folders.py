@@ -188,8 +188,8 @@ def pulled(local: pathlib.Path, source: pathlib.Path) -> pathlib.Path:
 
 
 def _not_of(owners: Container[int], folder: pathlib.Path) -> str:
-    """The reason why a folder of shared memory, which is open to all users of a host, was not made by `owners`; empty
-    if it was."""
+    """Says why a folder does not count as a folder of `owners`; empty if it does. All users of a host can write to
+    shared memory."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
         return "it is a link or a file"

@@ -6,7 +6,8 @@ is within `Limits.tolerance` of the smallest possible. If not both can be met, m
 traffic is little among plans that reach the first objective equally well. A placement without any sharding is the plan
 if it reaches the first objective. Otherwise sequences descend the tree of device groups; then pairs of groups exchange
 sequences (`placement`). This takes milliseconds, and the placement is nearly always good. If it is not, a search
-(`search`) follows, and the best placement of all is the plan."""
+(`search`) follows, and the best placement of all is the plan.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
