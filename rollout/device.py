@@ -85,7 +85,7 @@ def _ids(sampling: SlotSampling) -> tuple[int, int, bool]:
 
 
 class DeviceState:
-    """Weights and cache on the devices. Only one thread at a time may use them. The weights of `model` are cast to
+    """Weights and cache on the devices. Only one thread at a time may use an object. The weights of `model` are cast to
     `dtype` (None: not cast). Weights of layers are copied; other weights are shared unless layout or dtype change."""
 
     params: LayerParams | None  # None: before the first update, or after a failure that lost weights

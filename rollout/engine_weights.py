@@ -252,7 +252,7 @@ class EngineLayout:
 
     @staticmethod
     def of(devices: Sequence[Device] | None) -> EngineLayout:
-        """The layout on `devices` (None: on this process's first device). Raises EngineError unless these are 1, 2, 4,
+        """The layout on `devices` (None: on this process's first device). Raises EngineError unless there are 1, 2, 4,
         ... different devices."""
         return EngineLayout(tuple(jax.local_devices()[:1] if devices is None else devices))
 

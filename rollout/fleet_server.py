@@ -69,7 +69,7 @@ class Seat:
 @dataclasses.dataclass(eq=False)
 class FleetState:
     """The state that the parts of a fleet share: servers, and news of servers and seats. Only the fleet's thread may
-    change it."""
+    change this state."""
 
     config: DecoderConfig
     limits: EngineLimits  # bounds of the requests of a server
@@ -121,8 +121,8 @@ class FleetState:
 
 
 class Server:
-    """One server: its seat, its process and its state. Only the fleet's thread may change it. A *life* of the server
-    lasts from a start to a loss."""
+    """One server: its seat, its process and its state. Only the fleet's thread may change an object. A *life* of the
+    server lasts from a start to a loss."""
 
     def __init__(
         self, fleet: FleetState, name: str, seat: Seat, client: ServerClient, process: LocalServer | None
@@ -340,9 +340,9 @@ class Server:
 
     def _check_silence(self, excused: bool) -> None:
         """Raises ServerError if an attempt got no token for too long. If the server runs samples, the bound is
-        `start_seconds`, since first tokens may take long. Otherwise it is three times `patience`, since a server may
-        read hundreds of requests before it counts them. Time does not count if `excused`, or while samples wait at the
-        server."""
+        `start_seconds`, since first tokens may take long. Otherwise the bound is three times `patience`, since a server
+        may read hundreds of requests before it counts them. Time does not count if `excused`, or while samples wait at
+        the server."""
         options = self._fleet.options
         most = options.start_seconds if self.load.get("running") else 3 * options.patience
         excused = excused or bool(self.load.get("waiting"))

@@ -283,8 +283,8 @@ class Scheduler:
                 sibling.forget_context()
 
     def upcoming(self) -> Iterator[Job]:
-        """Yields the jobs that wait for a start after the planned turn, in about the order of their starts. A job whose
-        images and videos are not finished by that turn is one of them."""
+        """Yields the jobs that wait for a start after the planned turn, in about the order of their starts. These
+        include the jobs whose images and videos are not finished by the planned turn."""
         slots = np.flatnonzero((self.table.pages_N > 0) & ~self.cached_N).tolist()
         held = (sample for sample in map(self.occupant.__getitem__, slots) if sample is not None)
         pageless = sorted(self._pageless, key=lambda sample: sample.age)

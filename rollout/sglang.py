@@ -56,8 +56,8 @@ class SampleReply:
 
 class ServerClient:
     """The routes of a server as methods, for one event loop. Call `close` at the end. Every request raises ServerError
-    if the server can't be reached, fails or takes too long (`CONTROL` seconds, or `UPDATE` for weights and `ask`). It
-    raises Refused if the server refuses it. Both errors name address and route."""
+    if the server can't be reached, fails or takes too long (`CONTROL` seconds, or `UPDATE` for weights and `ask`).
+    Requests that the server refuses raise Refused. Both errors name address and route."""
 
     def __init__(self, address: str, *, token: str = "") -> None:
         self.address = address.rstrip("/")

@@ -77,10 +77,10 @@ class DeviceSpeed:
 class StreamedModel:
     """A text model, or the decoder of a model with vision, on `device` of this process; None: its first device.
 
-    `resident` layers stay on the device. If it is None, `resident_layers` chooses the number for each batch, by `pace`
-    and the free memory that the device reports. A device without a report (a CPU) counts as large enough. A batch has
-    at most `batch_tokens` (rows x row length), or a single prompt. `compute_dtype` casts the weights; without it all
-    layers must have one dtype. The host holds the layers once, in pinned memory.
+    `resident` layers stay on the device. If `resident` is None, `resident_layers` chooses the number for each batch, by
+    `pace` and the free memory that the device reports. A device without a report (a CPU) counts as large enough. A
+    batch has at most `batch_tokens` (rows x row length), or a single prompt. `compute_dtype` casts the weights; without
+    it all layers must have one dtype. The host holds the layers once, in pinned memory.
 
     One batch runs at a time; one thread after another may use the model. Raises EngineError for settings that the model
     or the device can't have.
@@ -352,8 +352,8 @@ def _projections(text: TextConfig) -> int:
 
 def pass_bytes(text: TextConfig, rows: int, tokens: int, room: int, value_bytes: int) -> int:
     """An estimate of the most bytes of device memory of a pass, beside streamed and resident weights, if attention
-    stores no scores. It counts hidden states, and one layer's projections, MLP and unpacked weights. With `room`
-    columns for a response, all layers' keys, values and states count, too."""
+    stores no scores. The estimate counts hidden states, and one layer's projections, MLP and unpacked weights. With
+    `room` columns for a response, all layers' keys, values and states count, too."""
     width = 4 * text.hidden_size + _projections(text) + 3 * text.intermediate_size
     kept, states = 2 * len(text.attention_layers) * text.num_kv_heads * text.head_dim * (tokens + room), 0
     if (heads := text.delta) is not None:

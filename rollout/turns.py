@@ -4,10 +4,10 @@ A *start* prefills prompts and responses so far, and gives one token to each sam
 each running sample some tokens. Samples that start together share the computation of their prompt.
 
 A prompt, or a prompt with its response so far, is computed in chunks if it is longer than `CHUNK_TOKENS`. A chunk is
-written to pages. Later chunks attend to these pages, as do samples that start later than others of their prompt. If a
-prompt has at most `PREFILL_PATCHES` patches, the prefill program computes all their features. No chunk of this prompt
-then ends before its last image or video ends. A prompt with more patches is cut anywhere, and the tower computes groups
-of frame pairs when chunks need them (`rollout.prompt_pixels`).
+written to pages. Later chunks attend to these pages, and so do samples that start later than other samples of the
+prompt. If a prompt has at most `PREFILL_PATCHES` patches, the prefill program computes all their features. No chunk of
+this prompt then ends before its last image or video ends. A prompt with more patches is cut anywhere, and the tower
+computes groups of frame pairs when chunks need them (`rollout.prompt_pixels`).
 
 If layers have states (`EngineLimits.recurrent`), pages of a prompt are not enough to go on from. A chunk leaves its
 state in the slots of all samples that go on from it. A chunk ends at the prompt's last page boundary before its last
@@ -80,7 +80,7 @@ class Shown(NamedTuple):
 @dataclasses.dataclass(eq=False)
 class PrefillBatch:
     """One call of the prefill program. `places[i][j]` is the place of sample `j` of prefix `i`. The engine fills in
-    `outputs`: keys, values and hidden states on the device. Then it drops `features`."""
+    `outputs`: keys, values and hidden states on the device. Then the engine drops `features`."""
 
     inputs: PackedTokens
     places: list[list[Place]]
@@ -213,8 +213,8 @@ def by_groups(vision: VisionInput | None) -> bool:
 
 
 def _features(scheduler: Scheduler, job: Job, part: ModelInput, end: int) -> FeatureWork | None:
-    """The features that `part`, which ends before token `end`, needs before its prefill; None if it needs no features,
-    or the prefill computes them itself. The job keeps features as long as later tokens need any."""
+    """The features that `part`, which ends before token `end`, needs before its prefill; None if `part` needs no
+    features, or if the prefill computes them itself. The job keeps features as long as later tokens need any."""
     prompt, shown = job.request.prompt, job.request.prompt.shown[0]
     if not by_groups(prompt.vision) or not len(shown):
         return None

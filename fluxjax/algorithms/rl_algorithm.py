@@ -58,9 +58,9 @@ class RLAlgorithm:
         for an optimizer step. The metric `loss` is the value of the loss.
 
         `groups` have the advantages that `advantages` gave them. `log_ratios` are `log(policy / reference)` in nats,
-        summed over the tokens of a response. They lack responses without a token, and responses with the advantage 0 in
-        groups that have other advantages. The advantages that `token_loss` gets are the derivatives, negated and
-        divided by the loss weights.
+        summed over the tokens of a response. `log_ratios` lack responses without a token, and responses with the
+        advantage 0 in groups that have other advantages. The advantages that `token_loss` gets are the derivatives,
+        negated and divided by the loss weights.
         """
         raise NotImplementedError
 

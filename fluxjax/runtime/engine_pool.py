@@ -46,8 +46,8 @@ class EnginePool:
     """The embedded engines. `set_parallelism` changes the list `engines` in place; its first engine stays the same.
     Engines of one device may share devices; engines of several devices do not. `model` and `fetch`: see `JaxEngine`.
     Raises `ConfigError` if there are too few devices, or if the devices that engines lend to training could not hold
-    the rows of training. Raises it, too, for `adaptive_async` with engines of several devices, and for a profile of
-    another model."""
+    the rows of training. Raises this error also for `adaptive_async` with engines of several devices, and for a profile
+    of another model."""
 
     def __init__(self, config: Config, model: Decoder, *, fetch: Fetch | None = None) -> None:
         devices = jax.local_devices()

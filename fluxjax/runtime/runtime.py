@@ -32,8 +32,8 @@ class Runtime:
     coordinator: Coordinator
     _: dataclasses.KW_ONLY
     engines: Sequence[Engine]
-    # (count) -> the next prompts, in draw order, and the prompts that could not be prepared, with reasons. Both
-    # together are `count` prompts; at the end of the data fewer.
+    # (count) -> the next prompts, in draw order, and the prompts that could not be prepared, with reasons. Together
+    # these are `count` prompts, or fewer at the end of the data.
     draw: Callable[[int], Awaitable[tuple[Sequence[PreparedPrompt], Sequence[tuple[Prompt, str]]]]]
     score: Callable[[Prompt, Response], Awaitable[Reward]]  # handles rewards that crash or hang
     trainer: Trainer

@@ -67,9 +67,9 @@ class Hardware:
     # --- engines of `degree` GPUs -----------------------------------------------------------------------
 
     def step_seconds(self, batch: int, degree: int) -> float:
-        """Returns the seconds of a decode step of `batch` > 0 samples, without reading the cache. It is the longer of
-        reading the weights and computing, plus the engine's own overhead. Engines of several GPUs take two all-reduces
-        a layer in addition."""
+        """Returns the seconds of a decode step of `batch` > 0 samples, without reading the cache. The result is the
+        longer of reading the weights and computing, plus the engine's own overhead. Engines of several GPUs take two
+        all-reduces a layer in addition."""
         model, speed = self.model, self.scale * degree
         read = 2 * (parameters(model) - model.vocabulary * model.width) / (BANDWIDTH * BANDWIDTH_UTILISATION * speed)
         compute = batch * model.linear_flops() / (PEAK_FLOPS * LINEAR_UTILISATION * speed)

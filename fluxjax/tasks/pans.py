@@ -127,7 +127,7 @@ def _enlarged(clip: np.ndarray, side: int) -> np.ndarray:
 
 
 def encode(frames: np.ndarray, recipe: PansRecipe) -> bytes:
-    """Returns an MP4 file. It uses one encoder thread, so that the same frames give the same bytes."""
+    """Returns an MP4 file. The encoder uses one thread, so that the same frames give the same bytes."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=recipe.fps)
