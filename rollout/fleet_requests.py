@@ -119,7 +119,7 @@ class FleetJob:
         """Has a server generate the open samples, until they end or the server fails. Tokens with a version are kept
         either way."""
         attempt = Attempt(server, {sample: SampleReply(uuid.uuid4().hex) for sample in sorted(self.open)})
-        server.begin(attempt)  # at once: other requests are looking for the least loaded server
+        server.begin(attempt)  # before any wait: other requests look for the least loaded server
         tasks = [asyncio.ensure_future(self._collect(attempt)), asyncio.ensure_future(server.down.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -210,7 +210,7 @@ class Scheduler:
         if not self._pageless:
             return
         held_B = np.flatnonzero(self.table.pages_N > 0)
-        # A spare page for each sample that can use one: otherwise a sample could lose its new pages at once.
+        # A spare page for each sample that can use one: otherwise a sample could soon lose its new pages.
         spare = int((self.table.pages_N[held_B] < self.table.wanted_pages(held_B, PAGE_TOKENS)).sum())
         samples = sorted(self._pageless, key=lambda sample: sample.age)
         slots_B = np.array([sample.slot for sample in samples])

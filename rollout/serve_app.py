@@ -127,7 +127,7 @@ class RolloutServer:
         await self._end(found)
 
     async def _end(self, answers: Iterable[SampleAnswer]) -> None:
-        # Aborts all at once, since each abort waits for the turn in flight.
+        # Aborts all samples together, since each abort waits for the turn in flight.
         await asyncio.gather(*(self._engine.abort(answer.engine_id) for answer in answers if answer.engine_id))
 
     async def _abort_request(self, request: Request) -> Response:

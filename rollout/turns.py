@@ -258,7 +258,7 @@ def _media_end(prompt: ModelInput) -> int:
 
 
 def chunk_tokens(prompt: ModelInput) -> int:
-    """The most tokens that are computed at once from the beginning of a prompt."""
+    """The most tokens of one prefill from the beginning of a prompt."""
     return max(CHUNK_TOKENS, _media_end(prompt))
 
 

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"  # JAX reads this variable when it first looks for devices
 GRACE = 10.0  # seconds that servers of this process have to end
-BUCKET_BYTES = 256 << 20  # bytes of weights that are sent at once
+BUCKET_BYTES = 256 << 20  # bytes of weights that are sent together
 PULLED = pathlib.Path("/dev/shm/fluxjax-pulled")  # where the host of a server keeps a copy of the weights, as files
 
 

@@ -29,7 +29,7 @@ class PlanError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """A round of a plan, computed by all devices at once: one stream of sequences on each group of `degree` devices.
+    """A round of a plan, computed by all devices together: one stream of sequences on each group of `degree` devices.
     `groups[g]` are the sequences, in order, of the stream of devices `[g * degree, (g + 1) * degree)`. A stream is cut
     into `degree` chunks; the first chunks may be one token longer."""
 
