@@ -31,7 +31,7 @@ from .engine import EngineError, FinishReason, GenerateRequest, SamplingParams
 from .requests import as_integer, as_number
 
 Json: TypeAlias = dict[str, Any]
-FORMAT = "data:application/x-fluxjax+json,"  # a prefix of strings, since SGLang takes strings; refused by SGLang without our extension
+FORMAT = "data:application/x-fluxjax+json,"  # the prefix of our media; SGLang needs our extension for it
 SERVE_VERSION = "fluxjax"  # `version` of `rollout.serve` in /server_info, where SGLang states its release
 ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: spreads consecutive seeds
 NEVER = -1e30  # the bias of forbidden tokens; JSON has no infinity
