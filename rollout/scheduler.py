@@ -168,10 +168,9 @@ class Scheduler:
 
     def next_turn(self, unread: bool = False) -> bool:
         """Gives free slots and pages to waiting samples, and decides whether the next turn is a start or a round. Makes
-        room for a round. If more samples wait for a start than fit one turn, rounds come in between. Returns False if
-        there is no turn. While tokens of an earlier turn are `unread`, also returns False if samples would be
-        preempted, a suspect has turns for itself, or no sample is known to go on: the turn must then wait for these
-        tokens."""
+        room for a round. If more samples wait for a start than fit one turn, rounds come in between. While tokens of an
+        earlier turn are `unread`, returns False if samples would be preempted, a suspect has turns for itself, or no
+        sample is known to go on: the turn must then wait for these tokens."""
         if unread and any(job.suspect for job in self.jobs.values()):
             return False
         self._admit()

@@ -35,8 +35,8 @@ FEW = 16  # ways that a beam of repair keeps, at most
 def search(
     problem: Problem, starts: list[Placement], good: Callable[[Placement], bool], *, mend: bool
 ) -> Iterator[Placement]:
-    """Yields the best placement of `starts` and of beams, then, with `mend`, placements by repair. Goes on with more
-    beams and more repair until the caller accepts a placement."""
+    """Yields the best placement of `starts` and of beams, then, with `mend`, placements by repair. Then does the same
+    once more, with more beams and more repair."""
     found = list(starts)
 
     def score_of(placement: Placement) -> Score:
