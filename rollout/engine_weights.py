@@ -129,7 +129,7 @@ def split_layers(
         if old is not None:
             for path in portion:
                 _forget(old, path)
-        # Shared arrays keep their buffers, and get the engine's mesh: a program is compiled again for each mesh.
+        # Shared arrays keep their buffers, and get the engine's mesh, since a program is compiled again for each mesh.
         shared = {
             path: w for path, w in portion.items() if path[0] not in stacks and _as_served(w, dtype, targets[path])
         }
@@ -287,7 +287,7 @@ class EngineLayout:
         if len(self.devices) == 1:
             return SingleDeviceSharding(self.devices[0])
         mesh = make_mesh(devices=self.devices)
-        # Outer axes first: device `i` then has KV head `i * K // devices`, which its query heads read.
+        # Outer axes come first, so that device `i` has KV head `i * K // devices`, which its query heads read.
         axes = mesh.axis_names[1:]
         while size % math.prod(mesh.shape[axis] for axis in axes):
             axes = axes[:-1]

@@ -405,7 +405,7 @@ class Server:
         await self._fleet.route.deliver(client, wanted, pause)
         held = await client.checksums()
         await asyncio.to_thread(wanted.checksums.check, held, client.address)
-        # Higher versions are removed: a run may go back to an older checkpoint.
+        # Higher versions are removed, since a run may go back to an older checkpoint.
         self.served = {version for version in self.served if version < wanted.version} | {wanted.version}
         self.holds = wanted
 

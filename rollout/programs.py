@@ -92,7 +92,7 @@ class EnginePrograms:
         return jax.lax.dynamic_update_slice_in_dim(rows_FX, features_MX, row, axis=0)
 
     def _divided(self) -> contextlib.AbstractContextManager[None]:
-        """Selects portable code for several devices: the compiler can't divide the GPU kernels of attention."""
+        """Selects portable code for several devices, since the compiler can't divide the GPU kernels of attention."""
         return contextlib.nullcontext() if not self.rows else compiling_for(Target("cpu"))
 
     def _prefill(
@@ -163,7 +163,7 @@ class EnginePrograms:
         return attend(q_BNH, cache.k_LCKSH, cache.v_LCKSH, pages_BC, length_B)
 
     def _logits(self, model: Decoder, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """The head is the left factor: for few rows, CPUs are up to twice as fast this way."""
+        """The head is the left factor, with which CPUs are up to twice as fast for few rows."""
         head = model.head_weight(self.walk)
         logits_VB = jnp.einsum("VD,BD->VB", head, hidden_BD, preferred_element_type=jnp.float32)
         return jax.lax.optimization_barrier(logits_VB).T

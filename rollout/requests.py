@@ -139,7 +139,7 @@ def checked_sampling(sampling: Any, vocabulary: int) -> SamplingParams:
         raise ValueError(f"temperature={temperature} must be 0 (greedy) or a float32 of at least {LEAST_TEMPERATURE}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be in (0, 1]")
-    # Ids outside the vocabulary can't be sampled, and are dropped: no list is longer than the vocabulary.
+    # Ids outside the vocabulary can't be sampled. They are dropped, so that no list is longer than the vocabulary.
     stop, forbidden = (
         tuple(sorted({id for id in _ids(name, getattr(sampling, name)) if 0 <= id < vocabulary}))
         for name in ("stop_ids", "forbidden_ids")

@@ -5,10 +5,10 @@ so that equal submissions give equal batches. All samples of a request share the
 empty pages (it is new, was preempted, or the weights changed) is *started* from prefilled rows; a started sample is
 decoded. A *turn* of the engine starts some samples, or is a *round*: all started samples get some tokens.
 
-A sample gets pages for the tokens that it has, not for tokens that may follow: most responses end long before their
-limit. If a round finds no free page, the youngest sample with pages is *preempted*: it loses its pages. It is started
-again later with the tokens that it has. The oldest sample never loses pages to others, and every request alone fits the
-pool, so that some sample always advances.
+A sample gets pages for the tokens that it has, not for tokens that may follow, since most responses end long before
+their limit. If a round finds no free page, the youngest sample with pages is *preempted*: it loses its pages. It is
+started again later with the tokens that it has. The oldest sample never loses pages to others, and every request alone
+fits the pool, so that some sample always advances.
 
 If a turn of a single request fails, the request is lost. If a turn of several requests fails, the requests become
 *suspects*: each has turns for itself until it completes a round. So only requests that fail alone are lost.
@@ -69,7 +69,7 @@ class RunningSample:
 
     @property
     def written(self) -> int:
-        """The number of cache entries, from the first on, that are written before the start: full pages."""
+        """The number of cache entries, from the first on and in full pages, that are written before the start."""
         return max(self.filled, self.job.filled) if self.pages else 0
 
 
@@ -319,7 +319,7 @@ class Scheduler:
 
     def computed(self, sample: RunningSample) -> int:
         """The number of tokens, from a sample's first on, that its prefill can leave out. If layers have states, pages
-        that siblings wrote do not count: a prefill goes on from the slot's own state only."""
+        that siblings wrote do not count, since a prefill goes on from the slot's own state only."""
         return sample.filled if self.limits.recurrent else sample.written
 
     def unstarted(self, job: Job) -> list[RunningSample]:
@@ -370,7 +370,7 @@ class Scheduler:
         return self.table.response_NT[sample.slot, : self.table.produced_N[sample.slot]].copy()
 
     def holds(self, flight: Flight, slots_B: np.ndarray) -> np.ndarray:
-        """Says for each slot whether the turn's sample still has it: a sample that has ended gets no tokens."""
+        """Says for each slot whether the turn's sample still has it, since a sample that has ended gets no tokens."""
         return np.array([self.occupant[slot] is flight.samples[slot] for slot in slots_B.tolist()], bool)
 
     def record(
@@ -435,7 +435,8 @@ class Scheduler:
         return [self._end_with(sample, FinishReason.ABORT) for sample in marked]
 
     def invalidate(self) -> None:
-        """Forgets the cache, as after a change of weights, and unread tokens: running samples must be started again."""
+        """Forgets the cache, as after a change of weights, and unread tokens, so that running samples must be started
+        again."""
         self.table.unread_N[:] = 0
         for sample in filter(None, self.occupant):
             self._release(sample)

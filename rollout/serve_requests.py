@@ -160,8 +160,9 @@ def _object(name: str, value: Any) -> Json:
 def requests_of(
     body: Body, config: DecoderConfig, processor: Processor, *, shadows: bool
 ) -> list[tuple[GenerateRequest, list[int]]]:
-    """The requests of a body, not checked by the engine yet, each with the indices of its samples in the body. Reads
-    the arrays of media: call it in a thread. With `shadows`, patches may be tickets: the engine fetches the pixels."""
+    """The requests of a body, not checked by the engine yet, each with the indices of its samples in the body. Call
+    this function in a thread, since it reads the arrays of media. With `shadows`, patches may be tickets, whose pixels
+    the engine fetches."""
     sent: dict[str, Json] = {}  # media whose patches are sent, by key; several samples may show one medium
     for field, media in (pair for sample in body.samples for pair in sample.media.items()):
         if is_shadow(media.get("patches")) and not shadows:

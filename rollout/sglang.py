@@ -31,11 +31,11 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": F
 
 
 class ServerError(EngineError):
-    """A server is gone, hangs, or gives a wrong answer: another server may do better."""
+    """A server is gone, hangs, or gives a wrong answer, but another server may do better."""
 
 
 class Refused(EngineError):
-    """A server refuses a request (status 4xx): the request is wrong, and any server would refuse it."""
+    """A server refuses a request (status 4xx): the request is wrong, so that any server would refuse it."""
 
 
 class UnfitRelease(Refused):

@@ -209,7 +209,8 @@ class SlotTable:
 
     def round(self, slots_B: np.ndarray, size: int, steps: int, longest: int) -> DecodeRound:
         """The input of the decode program for a round of `steps` tokens, filled up to `size` rows that do nothing.
-        Shapes depend on `longest`, the most tokens of a round, not on `steps`: one program serves all rounds."""
+        Shapes depend on `longest`, the most tokens of a round, not on `steps`, so that one program serves all
+        rounds."""
         padding = size - len(slots_B)
         tokens_B = self.tokens_N[slots_B]
         cached_B = self.prompt_N[slots_B] + tokens_B - 1  # the last token is the round's first input

@@ -170,7 +170,7 @@ def _cut(
             together.append(sample)
     if not together:
         return chunks, alone
-    # At least one token is computed: the next token is sampled from its hidden state.
+    # At least one token is computed, since the next token is sampled from its hidden state.
     skip, slot = min(scheduler.computed(together[0]), fork), together[0].slot
     most = skip + max(CHUNK_TOKENS, media - skip) - P
     begun = sum(scheduler.response_tokens(sample) for sample in together)

@@ -84,7 +84,7 @@ def _sampling_json(request: GenerateRequest, sample: int, begun: int, interval: 
         "logit_bias": {str(id): NEVER for id in sampling.forbidden_ids} or None,
         "stream_interval": interval,
         "skip_special_tokens": False,
-        # SGLang samples by this seed alone, so the samples of a prompt must have different seeds.
+        # SGLang samples by this seed alone, or by no seed. The samples of a prompt must have different seeds.
         "sampling_seed": _signed(request.seed * ODD + number),
         "custom_params": {"seed": _signed(request.seed), "sample": number, "begun": begun},
     }
@@ -206,7 +206,7 @@ def array_json(array: np.ndarray) -> Json:
 
 
 def shadow_json(tensor: ShadowTensor) -> Json:
-    """The JSON of a shadow tensor: where each row of the patches can be fetched."""
+    """The JSON of a shadow tensor, which says where each row of the patches can be fetched."""
     rows = [
         [piece.ticket, piece.start, piece.stop] if isinstance(piece, Rows) else array_json(piece)
         for piece in tensor.pieces

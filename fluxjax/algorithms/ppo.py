@@ -14,8 +14,8 @@ The critic has its own weights and optimizer, and trains on the same minibatches
 
 with returns R = A + V_old of the advantages before whitening, V_old the values before the step's first optimizer step,
 and c = `value_clip`. The paper's equation 9 has the plain square; its authors' code (OpenAI baselines, ppo2) and verl
-have the clipped square. The importance correction does not weigh the critic's loss: the values belong to the policy
-that generated the tokens.
+have the clipped square. The importance correction does not weigh the critic's loss, since the values belong to the
+policy that generated the tokens.
 """
 
 from collections.abc import Sequence

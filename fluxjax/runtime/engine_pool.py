@@ -59,7 +59,7 @@ class EnginePool:
                 f"are {len(devices)}"
             )
         if parallelism.degree > 1 and isinstance(config.policy, AdaptiveAsyncConfig):
-            # Two programs may start in a different order on each of several devices that they share: a deadlock.
+            # Two programs may start in different orders on several devices that they share, which would be a deadlock.
             raise ConfigError(
                 f"parallelism.degree is {parallelism.degree}, but adaptive_async trains on the devices of its engines "
                 "while they generate, where only engines of one device can; set it to 1"

@@ -62,9 +62,9 @@ PULLED = pathlib.Path("/dev/shm/fluxjax-pulled")  # where the host of a server k
 
 class FleetPool:
     """Rollout servers as engines. `model` may be abstract. `checkpoint` is a folder that servers can start from, with
-    any weights: servers get the run's weights before they generate. Servers write their logs to `logs`. Servers of the
-    run start in `start`, or at their first use. Raises `ConfigError` if servers can't start, or can't get weights, with
-    these settings."""
+    any weights, since servers get the run's weights before they generate. Servers write their logs to `logs`. Servers
+    of the run start in `start`, or at their first use. Raises `ConfigError` if servers can't start, or can't get
+    weights, with these settings."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class FleetPool:
             self._local_servers.close()
 
     def servers(self) -> Sequence[ServerStatus]:
-        """Returns the status of each server that has an address: a server of the run gets its address when it starts.
+        """Returns the status of each server that has an address. A server of the run gets its address when it starts.
         May be called from any thread."""
         return [server for server in self.fleet.servers() if server.address]
 
@@ -167,7 +167,7 @@ class FleetPool:
 
 class EngineServers:
     """Serves the engines on the devices of this process, one of `processes`, from a thread of its own. `model` may be
-    abstract: weights come over HTTP. `addresses` has the address of each engine.
+    abstract, since weights come over HTTP. `addresses` has the address of each engine.
 
     The servers listen on `host`, for clients that know `token`. `failed` is called from the servers' thread if the
     servers can't go on. With `fetch`, requests may have tickets in the place of pixels. Raises the errors of

@@ -299,7 +299,7 @@ class Runtime:
         return {group.prompt.draw: self._prepared.pop(group.prompt.draw) for group in groups}
 
     def _forget_before(self, version: int) -> None:
-        """Forgets weights that are older than `version`: each version takes as much memory as the model."""
+        """Forgets weights that are older than `version`, since each version takes as much memory as the model."""
         self._weights = {v: weights for v, weights in self._weights.items() if v >= version}
 
     def _newest_weights(self) -> tuple[int, Mapping[str, Any]]:
@@ -379,7 +379,8 @@ class Runtime:
     # --- ways to work ---------------------------------------------------------------------------
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        """Runs `work` in the trainer's thread. When cancelled, waits until `work` ends: no work outlives the run."""
+        """Runs `work` in the trainer's thread. When cancelled, waits until `work` ends, so that no work outlives the
+        run."""
         job = self._thread.submit(work, *args)
         future = asyncio.wrap_future(job)
         try:

@@ -111,7 +111,7 @@ class Hardware:
         return seconds + (optimizer if update else 0.0)
 
     def sync_seconds(self) -> float:
-        """Returns the seconds until all engines have new weights: all hosts receive all weights at the same time."""
+        """Returns the seconds until all engines have new weights, which all hosts receive at the same time."""
         return 2 * parameters(self.model) / NETWORK + SYNC
 
     def reward_seconds(self, task: str, tokens: int, sandbox: float = 0.0) -> float:

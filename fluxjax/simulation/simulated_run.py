@@ -24,7 +24,7 @@ def make_cluster(config: SimulateConfig, watch: Watch | None = None) -> Cluster:
 
 
 def run(cluster: Cluster) -> None:
-    """Runs `cluster.run()` without garbage collection: a simulation makes no reference cycles."""
+    """Runs `cluster.run()` without garbage collection, since a simulation makes no reference cycles."""
     gc.collect()
     gc.freeze()
     gc.disable()

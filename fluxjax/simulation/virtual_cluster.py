@@ -151,7 +151,7 @@ class Cluster:
 
     @_carry_out.of(messages.Lend)
     def _lend(self, order: messages.Lend) -> None:
-        """Lends the engines at once: their requests were parked before."""
+        """Lends the engines immediately, since their requests were parked before."""
         self.rollout.lend(set(order.engines))
         self.clock.after(0.0, partial(self.post, messages.Lent(order.engines)))
 

@@ -146,7 +146,7 @@ class StringsRecipe:
     question: str = "Reverse {}:"
 
     def enlarged(self, cell: int) -> StringsRecipe:
-        """Returns the recipe as it is: there are no pictures."""
+        """Returns the recipe as it is, since there are no pictures."""
         return self
 
     def build(self, folder: pathlib.Path) -> None:

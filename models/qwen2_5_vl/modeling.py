@@ -127,7 +127,7 @@ class VisionTower(nnx.Module):
             return segment_attention(q, k, v, windows, window_bound)
 
         def step(block: VisionBlock, x: Array, full: Array) -> tuple[Array, None]:
-            # A real branch, not a mask: a frame may be a hundred times longer than a window.
+            # A real branch, not a mask, since a frame may be a hundred times longer than a window.
             return block(x, rotary, lambda q, k, v: jax.lax.cond(full, in_frame, in_window, q, k, v)), None
 
         full = np.isin(np.arange(self.config.depth), self.config.full_attention_layers)

@@ -63,7 +63,7 @@ class SharedMemory(SyncRoute):
 
 class Buckets(SyncRoute):
     """`bucket`: weights travel over HTTP in buckets of about `size` bytes, `pickled` for SGLang, or as safetensors. The
-    route needs no common file system, but sends 4/3 of all bytes to every rank: it is for small models."""
+    route needs no common file system, but sends 4/3 of all bytes to every rank, so that it is for small models only."""
 
     def __init__(self, memory: SharedFolders, size: int, *, pickled: bool = True) -> None:
         super().__init__(memory)

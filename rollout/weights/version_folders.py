@@ -293,7 +293,7 @@ def _versions(folder: pathlib.Path) -> dict[int, pathlib.Path]:
 
 
 def _machine() -> str:
-    """A name of this host, its boot and its container: processes with equal names see the same process ids."""
+    """A name of this host, its boot and its container. Processes with equal names see the same process ids."""
     parts = [socket.gethostname().replace("-", "_")]
     for read in (lambda: pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()[:8],
                  lambda: "".join(filter(str.isdecimal, os.readlink("/proc/self/ns/pid")))):  # fmt: skip

@@ -113,7 +113,8 @@ def _sharded(problem: Problem, quick: bool) -> Placement:
 
 
 def _rungs(problem: Problem, before: list[Placement], quick: bool) -> Iterator[Placement]:
-    """Yields the quickest placements first: blocks of the highest degree are rarely better than blocks of one host."""
+    """Yields the quickest placements first, since blocks of the highest degree are rarely better than blocks of one
+    host."""
     for degree in dict.fromkeys((top_degree(problem), problem.max_degree)):
         yield _descent(problem, degree, dealt(problem, degree))
     if not quick:

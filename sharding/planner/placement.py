@@ -356,7 +356,7 @@ class Exchange:
         bounds, codes, in_left, in_right, in_both = subsets(len(free))
         amounts = self.amounts[free]
         shares = (amounts / half).T
-        # Each resource is a row: columns would take twice as long.
+        # Each resource is a row, since columns would take twice as long.
         left, right = shares @ in_left.T, shares @ in_right.T
         saved = self.weights[size.bit_length() - 1] - self.weights[half.bit_length() - 1]
         price = in_both @ (amounts[:, 1] * saved)

@@ -98,7 +98,7 @@ def beam(
     """(degree, first device within the block) of every sequence: `[blocks, sequences]` int each.
 
     Beam search places the largest sequence first, on any aligned group of 2^k devices, in each of the best ways so far.
-    Blocks of devices are independent, and searched in lockstep: one numpy call serves all blocks.
+    Blocks of devices are independent, and searched in lockstep, so that one numpy call serves all blocks.
 
     `work_KI` and `tokens_KI`, `[blocks, sequences]`, are in units of one device's limit, zero behind a block's last
     sequence. `held_KRD`, `[blocks, 2, devices]`, has the work and the tokens of each device before the search.

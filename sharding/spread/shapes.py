@@ -128,12 +128,13 @@ class ShapeBook:
         return self.slack * (1 + self.served.get(devices, 0) / SETTLED)
 
     def settled(self, devices: int) -> bool:
-        """Says whether requests that no entry serves have become rare: a new entry would hardly be used again."""
+        """Says whether requests that no entry serves have become rare, so that a new entry would hardly be used
+        again."""
         return self.served.get(devices, 0) >= max(3 * SETTLED, self.divided.get(devices, 0) + SETTLED // 2)
 
     def divide(self, devices: int) -> None:
         """Notes that a request was divided into smaller requests and got no entry. The next request that no entry
-        serves gets an entry if it follows soon: lengths have then grown for good."""
+        serves gets an entry if it follows soon, since lengths have then grown for good."""
         self.divided[devices] = self.served.get(devices, 0)
 
     def begin_anew(self) -> None:
