@@ -245,7 +245,7 @@ def _differs(part: str, detail: str) -> Finding:
 
 
 def _relative(ours_TD: np.ndarray, theirs_TD: np.ndarray) -> float:
-    """Returns the norm of the difference of two hidden states, divided by the norm of ours; the mean over tokens."""
+    """Returns the norm of the difference of two hidden states over the norm of ours, as a mean over tokens."""
     return float(np.mean(np.linalg.norm(ours_TD - theirs_TD, axis=-1) / np.linalg.norm(ours_TD, axis=-1)))
 
 

@@ -123,8 +123,8 @@ def signs(count: int) -> np.ndarray:
 
 @functools.cache
 def ternary(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """`[codes, count]` each: 1.0 where the item is left, right, in both; and the code itself (0, 1, 2). The two sides
-    are equal, so that codes with the first item on the right are left out."""
+    """Four arrays `[codes, count]`: three with 1.0 where the item is left, right, or in both, and the code itself (0,
+    1, 2). The two sides are equal, so that codes with the first item on the right are left out."""
     code = np.array(list(itertools.product((0, 1, 2), repeat=count)), np.int8).reshape(-1, count)
     code = code[code[:, 0] != 1] if count else code
     return (code == 0) * 1.0, (code == 1) * 1.0, (code == 2) * 1.0, code
