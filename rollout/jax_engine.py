@@ -61,13 +61,13 @@ class JaxEngine:
     after another.
 
     `slots` samples run at once, each with at most `max_sequence_tokens` of prompt and response. Their cache has
-    `kv_tokens` tokens; 0: as many as all slots may need. The cache then takes at most `kv_fraction` of the device
-    memory that is free before the first request, or `UNKNOWN_MEMORY` bytes if devices don't report it. A round decodes
-    `steps_per_sync` tokens a sample; 0: a number that suits devices and samples (`EngineLimits.pace`). `ahead` says
-    whether turns are dispatched ahead (None: not on CPUs). `compute_dtype` casts new weights (None: weights keep their
-    dtype). `devices` compute together: 1, 2, 4, ... of this process; None: its first device. `model` may be abstract;
-    the first `update_weights` then brings the weights. Several threads call `fetch` for prompts without pixels
-    (`models.shadow`); a failure of `fetch` loses the request.
+    `kv_tokens` tokens. If `kv_tokens` is 0, the cache has as many tokens as all slots may need, in at most
+    `kv_fraction` of the device memory that is free before the first request. Devices that don't report free memory
+    count with `UNKNOWN_MEMORY` bytes. A round decodes `steps_per_sync` tokens a sample; 0: a number that suits devices
+    and samples (`EngineLimits.pace`). `ahead` says whether turns are dispatched ahead (None: not on CPUs).
+    `compute_dtype` casts new weights (None: weights keep their dtype). `devices` compute together: 1, 2, 4, ... of this
+    process; None: its first device. `model` may be abstract; the first `update_weights` then brings the weights.
+    Several threads call `fetch` for prompts without pixels (`models.shadow`); a failure of `fetch` loses the request.
     """
 
     def __init__(
