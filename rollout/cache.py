@@ -1,9 +1,8 @@
 """The cache of the embedded engine on its devices: pages of keys and values, and states.
 
-The cache is a pool of pages (`rollout.slots`); a sample's entries are those of its pages, in order. Layers with Gated
-DeltaNet have no pages, but one state of fixed size a slot. A prefill returns the state behind each of its rows. When
-samples start, the state of their prompt's row is written to each of their slots. The state behind a chunk of a prompt
-is written to the slots of the prompt's samples.
+The cache is a pool of pages (`rollout.slots`). A layer with Gated DeltaNet has a state of fixed size for each slot
+instead of pages. A prefill returns the state behind each prefilled row. The state behind a row is written to the slots
+of all samples that start from the row or continue behind it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from sharding.kernels.paged import gathered
 
 from .slots import PAGE_TOKENS
 
-# A prefill's keys and values [L, B, K, T, H]; the states behind its rows [L, B, ...], None without layers with states
+# Keys and values of a prefill [L, B, K, T, H], and the states behind its rows [L, B, ...] (None: no layer has a state)
 Rows = tuple[Array, Array, DeltaState | None]
 LayerRows = tuple[Array, Array]  # keys and values of one layer [B, K, T, H], as attention reads them
 
@@ -30,8 +29,7 @@ LayerRows = tuple[Array, Array]  # keys and values of one layer [B, K, T, H], as
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StateWrites:
-    """Slots that get the states behind prefilled rows: slot `slot_B[b]` gets the state behind row `row_B[b]`.
-    Out-of-range slots (padding) are not written."""
+    """Slot `slot_B[b]` gets the state behind prefilled row `row_B[b]`. Out-of-range slots (padding) are not written."""
 
     slot_B: Int[AnyArray, " B"]
     row_B: Int[AnyArray, " B"]
@@ -40,9 +38,8 @@ class StateWrites:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PageWrites:
-    """Pages to fill from prefilled rows: entry `s` of page `page_W[w]` becomes column `column_WS[w, s]` of row
-    `row_W[w]`. Out-of-range pages (padding) are not written. `states` are given if the model has layers with states.
-    """
+    """Entry `s` of page `page_W[w]` gets column `column_WS[w, s]` of prefilled row `row_W[w]`. Out-of-range pages
+    (padding) are not written. `states` are given if the model has layers with states."""
 
     page_W: Int[AnyArray, " W"]
     row_W: Int[AnyArray, " W"]
@@ -53,8 +50,8 @@ class PageWrites:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The cached entries before the rows of a prefill: the first `length_B` entries of the pages `pages_BC`. If the
-    model has layers with states, the slots `slot_B` hold the states behind these entries."""
+    """The cached entries before row `b` of a prefill: the first `length_B[b]` entries of the pages `pages_BC[b]`. If
+    the model has layers with states, slot `slot_B[b]` holds the states behind these entries."""
 
     pages_BC: Int[AnyArray, "B C"]
     length_B: Int[AnyArray, " B"]
@@ -65,15 +62,17 @@ class Context:
 @dataclasses.dataclass(frozen=True)
 class KVCache:
     """Keys (rotated) and values of `C` pages of `S` tokens each, of the layers with attention. Entries that belong to
-    no sample are finite. `states` has `[L, slots, ...]` of the layers with states; None if there are none."""
+    no sample are finite. `states` are the states `[L, slots, ...]` of the layers with states, or None if there are
+    none."""
 
-    k_LCKSH: PyTree  # arrays, or a sharding: JAX builds this class with either
+    k_LCKSH: PyTree  # arrays; JAX also builds this class with shapes or shardings
     v_LCKSH: PyTree
     states: DeltaState | None = None
 
     @staticmethod
     def shapes(text: TextConfig, pages: int, slots: int, dtype: DTypeLike) -> KVCache:
-        """The shapes of a model's cache. Heads come before tokens: a head's entries of a page lie side by side."""
+        """The shapes of a model's cache. Heads come before tokens, so that a head's entries of a page are
+        neighbours."""
         shape = len(text.attention_layers), pages, text.num_kv_heads, PAGE_TOKENS, text.head_dim
         rows = jax.ShapeDtypeStruct(shape, dtype)
         if (heads := text.delta) is None:
@@ -98,14 +97,13 @@ class KVCache:
         return jax.tree.map(gather, self.states)
 
     def _written(self, slot_B: Int[Array, " B"], new: DeltaState) -> DeltaState:
-        """The states of all layers, with `new` in these slots; out-of-range slots are dropped."""
         return jax.tree.map(lambda x, y: x.at[:, slot_B].set(y.astype(x.dtype), mode="drop"), self.states, new)
 
     def extended(
         self, layer: int, entry_B: Int[Array, " B"], k_BKH: Float[Array, "B K H"], v_BKH: Float[Array, "B K H"]
     ) -> KVCache:
-        """The cache with one new entry of each sample in one layer. Entries are numbered through all pages;
-        out-of-range entries are dropped."""
+        """The cache with one new entry of each sample in one layer. Entry `e` is token `e % PAGE_TOKENS` of page
+        `e // PAGE_TOKENS`. Out-of-range entries are not written."""
         page_B, place_B = entry_B // PAGE_TOKENS, entry_B % PAGE_TOKENS
 
         def write(x: Array, new: Array) -> Array:
@@ -114,14 +112,15 @@ class KVCache:
         return dataclasses.replace(self, k_LCKSH=write(self.k_LCKSH, k_BKH), v_LCKSH=write(self.v_LCKSH, v_BKH))
 
     def with_states(self, slot_B: Int[AnyArray, " B"], layers: list[DeltaState]) -> KVCache:
-        """The cache with new states of these slots, one of `layers` for each layer with states; out-of-range slots are
-        dropped."""
+        """The cache with new states of these slots. `layers` has the states of each layer with states. Out-of-range
+        slots are not written."""
         if not layers:
             return self
         return dataclasses.replace(self, states=self._written(slot_B, jax.tree.map(lambda *x: jnp.stack(x), *layers)))
 
     def insert(self, rows: Rows, writes: PageWrites) -> KVCache:
-        """The cache with pages filled from prefilled rows. A column may go to several pages: samples share a prompt."""
+        """The cache with pages filled from prefilled rows. A column may go to several pages, since samples share a
+        prompt."""
 
         def write(x: Array, new: Array) -> Array:
             new_WSLKH = new[:, writes.row_W[:, None], :, writes.column_WS]
@@ -135,7 +134,8 @@ class KVCache:
 
 
 def layers_by_kind(layers: list[LayerRows | DeltaState]) -> tuple[list[LayerRows], DeltaState | None]:
-    """(keys and values of each layer with attention; the stacked states of all other layers, None without any)."""
+    """Returns (keys and values of each layer with attention, the stacked states of all other layers). Without other
+    layers, the states are None."""
     rows = [layer for layer in layers if not isinstance(layer, DeltaState)]
     states = [layer for layer in layers if isinstance(layer, DeltaState)]
     return rows, jax.tree.map(lambda *x: jnp.stack(x), *states) if states else None

@@ -1,4 +1,4 @@
-"""The device side of the embedded engine: weights, cache, prefill and decoding. One thread at a time uses a state."""
+"""The device side of the embedded engine: weights, cache, prefill and decoding."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """New tokens, perhaps not computed yet; `lost` as in `NewTokens`."""
+    """New tokens that the device may still be computing."""
 
     slots_B: np.ndarray
-    parts: Sequence[Sequence[jax.Array]]  # of each part of the slots: padded tokens, log-probs and counts
+    parts: Sequence[Sequence[jax.Array]]  # padded tokens, log-probs and counts of each part of the slots
     sizes: Sequence[int]  # slots of each part
-    lost: Mapping[str, Exception] = dataclasses.field(default_factory=dict)
+    lost: Mapping[str, Exception] = dataclasses.field(default_factory=dict)  # as in `NewTokens`
 
     def read(self) -> NewTokens:
-        """Waits for the device. Raises what the computation raised."""
+        """Returns the tokens once the device has computed them. Raises the error of the computation."""
         parts = [[x[:size] for x in part] for part, size in zip(jax.device_get(self.parts), self.sizes, strict=True)]
         nothing = np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32), np.zeros(0, np.int32)
         joined = map(np.concatenate, zip(*parts, strict=True)) if parts else nothing
@@ -60,17 +60,18 @@ class Unread:
 
 @dataclasses.dataclass(frozen=True)
 class NewTokens:
-    """New tokens of some slots, on the host. Nothing else is copied from the device."""
+    """New tokens of some slots, on the host."""
 
     slots_B: np.ndarray
     tokens_BR: np.ndarray
     logprobs_BR: np.ndarray
-    count_B: np.ndarray  # number of tokens of each row that count; the others are padding
+    count_B: np.ndarray  # number of tokens of each row; padding follows them
     lost: Mapping[str, Exception] = dataclasses.field(default_factory=dict)  # by rid: why a request got no pixels
 
     @property
     def finite_B(self) -> np.ndarray:
-        """Says for each slot whether all log-probs that count are finite; if not, the slot's tokens are arbitrary."""
+        """Says for each slot whether all log-probs before the padding are finite; if not, the slot's tokens are
+        arbitrary."""
         counted_BR = np.arange(self.tokens_BR.shape[1]) < self.count_B[:, None]
         return (np.isfinite(self.logprobs_BR) | ~counted_BR).all(axis=1)
 
@@ -84,8 +85,8 @@ def _ids(sampling: SlotSampling) -> tuple[int, int, bool]:
 
 
 class DeviceState:
-    """Weights and cache on the devices. Layers of `model` are copied, other weights only for another layout or dtype;
-    all are cast to `dtype` (None: not cast). With an abstract model, `params` is None until the first update."""
+    """Weights and cache on the devices. Only one thread at a time may use an object. The weights of `model` are cast to
+    `dtype` (None: not cast). Weights of layers are copied; other weights are shared unless layout or dtype change."""
 
     params: LayerParams | None  # None: before the first update, or after a failure that lost weights
 
@@ -107,14 +108,14 @@ class DeviceState:
         self.abstract, self._text = models.abstract(model.config), model.config.text
         self._dtype = dtype
         self.limits = limits
-        self._served = {  # every weight in the layout of updates and in the dtype that is served
+        self._served = {  # every weight in the shape of updates and in the served dtype
             name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for name, x in by_name(params).items()
         }
         self._settle(layout)
         self.params = None
         if not is_abstract(model):
             self._replace(models.split(model)[1])
-        self.cache: KVCache | None = None  # made at its first use; None after a failure or while asleep
+        self.cache: KVCache | None = None  # None until a program needs it; a failure, a move or sleep drops it
         self.last_N: jax.Array | None = None  # made with the cache: the last token of each slot's sample, or `ENDED`
         self.shapes: set[tuple[str, tuple[int, ...]]] = set()  # (program, bucketed sizes) of all calls so far
 
@@ -124,7 +125,7 @@ class DeviceState:
         stack = self.engine_model.stack
         layers = {kind: layout.weights(module, stacked=False) for kind, module in stack.modules.items()}
         self.by_layers = {**self.stacked, **{kind: [layer] * stack.order.count(kind) for kind, layer in layers.items()}}
-        rows = self.rows if len(layout.devices) > 1 else ()  # programs for one device serve any single device
+        rows = self.rows if len(layout.devices) > 1 else ()  # the programs for one device are the same for every device
         self.programs = programs(self._graphdef, rows)
 
     def move(self, layout: EngineLayout) -> None:
@@ -164,8 +165,9 @@ class DeviceState:
         )
 
     def update(self, params: Mapping[str, Any]) -> None:
-        """Replaces the weights (`split_layers`). Raises EngineError, naming the tensor, if names, shapes or dtypes
-        (floats may be cast) differ from the old weights, or a value is not finite; the old weights then stay."""
+        """Replaces the weights by `params` (`models.split`). Raises EngineError, which names the tensor, if a name,
+        shape or dtype differs from the old weights, or a value is not finite. The old weights then stay. Floats may
+        have another dtype if the engine casts weights."""
         old, new = self._served, by_name(dict(params))
         check_shapes(old, new)
         for name, weight in new.items():
@@ -183,10 +185,9 @@ class DeviceState:
             raise
 
     def start(self, plan: StartPlan) -> Unread:
-        """Prefills prompts into pages and samples the first token of each sample whose prompt is complete.
-
-        If a request's pixels can't be fetched, blank pixels are computed instead, so that no other request suffers. The
-        request's tokens mean nothing, and `lost` has its error."""
+        """Prefills prompts into pages and samples the first token of each sample whose prompt is prefilled to its end.
+        If the pixels of a request can't be fetched, blank pixels take their place, so that no other request fails.
+        `lost` then has the request's error, and the request's tokens are arbitrary."""
         lost, slots, parts = dict[str, Exception](), [np.zeros(0, np.int32)], []
         for step in plan:
             rows, hidden_BTD = step.batch.outputs = step.batch.outputs or self._prefill(step.batch, lost)
@@ -229,7 +230,7 @@ class DeviceState:
         return dataclasses.replace(batch.inputs, vision=dataclasses.replace(vision, patches_PX=patches_PX))
 
     def _fetch(self, rid: str, tensor: ShadowTensor, into_PX: np.ndarray, lost: dict[str, Exception]) -> None:
-        """Fills in the patches of a request. A failed fetch leaves blank patches, and adds the request to `lost`."""
+        """A failed fetch leaves blank patches, and adds the request to `lost`."""
         try:
             assert self.pixels is not None, "requests are checked"
             if rid not in lost:
@@ -238,7 +239,8 @@ class DeviceState:
             lost[rid] = error
 
     def _features(self, work: FeatureWork, lost: dict[str, Exception]) -> jax.Array:
-        """Computes the planned groups of frame pairs one after another; returns the prompt's features so far."""
+        """Computes the planned groups of frame pairs, one after another. Returns all features of the prompt: features
+        that no group has computed yet are 0."""
         kept = work.kept
         for number in work.groups:
             group, patches = kept.groups[number], kept.patches(number)
@@ -265,8 +267,8 @@ class DeviceState:
         return Unread(slots_B, [new], [len(slots_B)])
 
     def room(self, share: float, unknown: int) -> int:
-        """The tokens that fit a cache, beside the states of all slots, in `share` of the free memory of the fullest
-        device. A device that reports no memory counts with `unknown` bytes."""
+        """The number of tokens whose cache fits into `share` of the free memory of the fullest device, beside the
+        states of all slots. A device that reports no memory counts with `unknown` bytes."""
         room: list[int] = []
         for device in self.layout.devices:
             memory = device.memory_stats() or {}

@@ -1,7 +1,7 @@
 """The protocol of rollout engines: the embedded engine (`rollout.jax_engine`) and seats of a fleet (`rollout.fleet`).
 
-A response always comes back with exactly the token ids that were sampled, the log-probability of each token (as
-`SamplingParams` says), and the weight version that produced it.
+A response comes back with exactly the token ids that were sampled. Each token has its log-probability
+(`SamplingParams`) and the version of the weights that produced it.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ from sharding.mesh import Device
 class FinishReason(enum.Enum):
     STOP = "stop"  # a stop id was sampled; it is the last token of the response
     LENGTH = "length"  # `max_new_tokens` reached
-    ABORT = "abort"  # aborted by the caller, or because `need` samples have ended; its tokens so far are kept
+    ABORT = "abort"  # aborted by the caller, or because `need` samples have ended; the tokens so far are kept
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """The way to sample tokens. `temperature=0` is greedy. Log-probs are those of `softmax(logits / temperature)`
-    (`temperature=1` for greedy), not renormalised for top-p or top-k: the SGLang convention.
-    Forbidden ids are out of the distribution, as with a logit bias of minus infinity."""
+    """The way to sample tokens. `temperature=0` is greedy. Log-probs are those of `softmax(logits / temperature)`, with
+    temperature 1 if greedy. As in SGLang, they are not renormalised for top-p or top-k. Forbidden ids have logits of
+    minus infinity."""
 
     max_new_tokens: int = 64
     temperature: float = 1.0
@@ -37,12 +37,12 @@ class SamplingParams:
 class GenerateRequest:
     """A request for `n` responses to one prompt. Sample `i` has the response id `f"{rid}/{i}"`.
 
-    `seed` makes tokens reproducible: token `t` of sample `i` depends on `(seed, i, t)` and the weights only,
-    never on other requests. `prefix_ids` are the tokens of responses begun earlier (partial rollouts, migration).
-    Prefixes are prefilled after the prompt and not returned again. Token indices go on from the prefix, and
-    `max_new_tokens` bounds the response with its prefix. `samples` are the numbers `i`: a request for some samples of
-    an earlier request names their numbers in that request, and gets the same tokens. Once `need` samples have ended,
-    the embedded engine aborts the other samples by itself; other engines wait for `Engine.abort`.
+    The random numbers of token `t` of sample `i` depend on `(seed, i, t)` only, never on other requests. `prefix_ids`
+    are the tokens of responses begun earlier (partial rollouts, migration). Prefixes are prefilled after the prompt and
+    not returned again. `t` counts from the beginning of the prefix, and `max_new_tokens` bounds prefix and new tokens
+    together. `samples` are the numbers `i`. A request for some samples of an earlier request repeats their numbers and
+    the seed, and gets the same tokens. Once `need` samples have ended, the embedded engine aborts the other samples by
+    itself; other engines wait for `Engine.abort`.
     """
 
     rid: str
@@ -70,7 +70,7 @@ class TokenChunk:
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """A snapshot for routing and display. Counters grow from the start of the engine."""
+    """A snapshot for routing and display. Tokens and preemptions are counted from the start of the engine."""
 
     version: int
     running: int  # samples that hold a slot
@@ -78,11 +78,11 @@ class EngineStats:
     slots: int
     tokens_generated: int
     tokens_prefilled: int
-    preemptions: int = 0  # running samples that lost their cache because there was no room for all
+    preemptions: int = 0  # times that a running sample lost its cache because the cache had no room for all
 
 
 class EngineError(RuntimeError):
-    """The engine can't serve: a request does not fit, a server is dead, weights have another shape."""
+    """The engine can't serve: a request does not fit, a server is dead, or weights have another shape."""
 
 
 class WeightsMismatch(RuntimeError):
@@ -99,28 +99,24 @@ class Engine(Protocol):
 
     async def abort(self, rid: str) -> None:
         """End a request (`rid`) or one sample of it (`rid/i`); its stream closes with `FinishReason.ABORT` chunks.
-
-        Unknown and finished ids are ignored: an abort may cross with the finish."""
+        Unknown and finished ids are ignored, since a sample may finish while its abort is on the way."""
 
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
-        """Serve `params` as `version` from the next token on. Running samples go on under the new weights.
-
-        An engine may keep device arrays of `params` until the next update: they must not be donated meanwhile."""
+        """Serve `params` as `version` from the next token on. Running samples go on under the new weights. An engine
+        may keep device arrays of `params` until the next update, so the caller must not donate them before."""
 
     async def set_parallelism(self, devices: Sequence[Device]) -> None:
-        """Compute on these devices together from now on (tensor parallelism): 1, 2, 4, ... devices of one host. The
-        engine keeps its weights, and lays them out anew.
-
-        Raises `EngineError` while samples are running or waiting, for devices that the engine can't use, and if the
-        engine can't change its devices, as a seat of a fleet."""
+        """Compute on these devices together from now on (tensor parallelism): 1, 2, 4, ... devices of one host. Raises
+        `EngineError` while samples are running or waiting, for devices that the engine can't use, and if the engine
+        can't change its devices."""
 
     async def pause(self) -> None:
-        """Stop generating after the tokens in flight; running samples continue at `resume`."""
+        """Stop generating after the tokens that are being computed; running samples continue at `resume`."""
 
     async def resume(self) -> None: ...
 
     async def sleep(self) -> None:
-        """Give the cache memory back. Refused with `EngineError` while samples are running."""
+        """Free the memory of the cache. Raises `EngineError` while samples are running."""
 
     async def wake(self) -> None: ...
 

@@ -1,13 +1,12 @@
 """The weights of an embedded engine: each layer has arrays of its own, on the engine's devices.
 
-A decode step reads every weight once, and memory traffic limits the speed. A program that takes a layer out of a stack
-copies the layer's weights first: these are read, written and read again, three times the traffic. The matrices of the
-layers have their outputs first (`engine_model`): on a CPU, the products of few rows, as in decoding, then take half the
-time. The weights are copied in any case, so that this order costs nothing.
+A decode step reads every weight once, and memory traffic limits its speed. A program that takes a layer out of a stack
+copies the layer's weights first, which triples the traffic. In the matrices of layers, output axes come first
+(`engine_model`): on a CPU, products of few rows then take half the time.
 
-With several devices, attention is cut by heads, an MLP by its inner width, so that a layer needs a sum after attention
-and a sum after the MLP; embedding and head are cut by the vocabulary. The compiler divides the programs accordingly
-(GSPMD); the programs say nothing about devices.
+With several devices, attention is cut by heads, an MLP by its inner width, embedding and head by the vocabulary. A
+layer then needs a sum after attention and a sum after the MLP. The compiler divides the programs by the shardings of
+the weights (GSPMD).
 """
 
 from __future__ import annotations
@@ -40,23 +39,23 @@ from sharding.weights import WeightSpec, by_path, map_weights
 from .engine import EngineError
 
 T = TypeVar("T")
-CUT = frozenset("NKFV")  # heads, KV heads, inner width of an MLP, vocabulary; no weight has two of these axes
-TOGETHER = 16 << 20  # bytes of weights copied by one call: a call takes longer than the copy of a small weight
+CUT = frozenset("NKFV")  # axes that are cut: heads, KV heads, inner width of an MLP, vocabulary; no weight has two
+TOGETHER = 16 << 20  # most bytes of small weights that one call copies; a call takes longer than a small copy
 LayerParams: TypeAlias = dict[str, Any]  # weights as of `models.split`, but each kind of layers is a list of layers
 
-# Engines copy the same weights at once, each in its thread. JAX lists the shards of an array when first asked, and two
-# threads that ask together may get lists that are too short or too long.
+# Several engines copy the same weights at the same time, each in its thread. JAX lists the shards of an array at the
+# first use; two threads that do this at once may get lists that are too short or too long.
 _placing = threading.Lock()
 
 
 def served(config: DecoderConfig) -> DecoderConfig:
-    """The configuration under whose names servers read weights: SGLang reads no other names."""
+    """The configuration with the weight names that servers read: SGLang reads only the published names."""
     return dataclasses.replace(config, names=ARCHITECTURES[config.architecture].published)
 
 
 def on_host(model: Decoder) -> Params:
-    """Shardings for weights that are read from disk, on the host if JAX has a CPU backend. An engine then moves the
-    weights to its devices piece by piece, and frees its old weights meanwhile."""
+    """Shardings for weights read from disk: on the host, or on the first device if JAX has no CPU backend. An engine
+    moves weights from the host to its devices piece by piece, and frees its old weights meanwhile."""
     try:
         place = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS=cuda
@@ -81,7 +80,7 @@ def check_shapes(served: Mapping[str, Any], params: Mapping[str, Any]) -> None:
 
 def check_finite(params: Mapping[str, Any], dtype: DTypeLike | None) -> None:
     """Raises EngineError, which names the tensor, if one of `params`, cast to `dtype` (None: not cast), has NaN or
-    infinity. No weight is moved: each device checks the pieces that it holds, and numpy checks arrays on the host."""
+    infinity. Each device checks the pieces that it holds."""
     weights = by_name(params)
     found = dict.fromkeys(weights, True)
     on_devices: dict[Device, list[tuple[str, jax.Array]]] = {}
@@ -114,12 +113,13 @@ def split_layers(
     matrices: Mapping[tuple, int],
     old: LayerParams | None,
 ) -> LayerParams:
-    """Returns the weights `params` (`models.split`) by layers; all copies are complete when this returns.
+    """Returns the weights `params` (`models.split`) by layers, cast to `dtype` (None: not cast), when all copies are
+    complete.
 
-    `dtype` casts the weights (None: not cast). `stacked` has the shardings of weights with complete stacks on the
-    engine's devices, `whole` the shardings of the result. Layers are copied; those in `matrices` get outputs first. Any
-    other array is shared if dtype and sharding are right already. Each weight leaves `old` before its replacement is
-    made, so that only one weight at a time, or a few small ones, are on the devices twice.
+    `stacked` has the shardings of complete stacks on the engine's devices, `whole` the shardings of the result. Weights
+    of layers are copied; in those of `matrices`, output axes come first. Any other array is shared if its dtype and
+    sharding are right already. Each weight is dropped from `old` before its replacement is made, so that only about
+    `TOGETHER` bytes, or one larger weight, are on the devices twice.
     """
     stacks = {kind: layers for kind, layers in whole.items() if isinstance(layers, list)}
     places, targets = by_path(stacked), by_path({**whole, **{kind: layers[0] for kind, layers in stacks.items()}})
@@ -129,8 +129,7 @@ def split_layers(
         if old is not None:
             for path in portion:
                 _forget(old, path)
-        # Shared arrays keep their buffers, and get the engine's mesh: each program that met two meshes would be
-        # compiled once more.
+        # Shared arrays keep their buffers, and get the engine's mesh, since a program is compiled again for each mesh.
         shared = {
             path: w for path, w in portion.items() if path[0] not in stacks and _as_served(w, dtype, targets[path])
         }
@@ -163,14 +162,14 @@ def portions(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Itera
 
 
 def _as_served(weight: jax.Array | np.ndarray, dtype: DTypeLike | None, sharding: Sharding) -> bool:
-    """Says whether the engine can serve this very array. A numpy array may still change, and is copied."""
+    """Says whether the engine can serve this array without a copy. A numpy array may still change, and is copied."""
     if not isinstance(weight, jax.Array) or (dtype is not None and weight.dtype != dtype):
         return False
     return weight.sharding.is_equivalent_to(sharding, weight.ndim)
 
 
 def _placed(weight: jax.Array | np.ndarray, dtype: DTypeLike | None, sharding: Sharding) -> jax.Array:
-    """The weight in `dtype` and `sharding`, cast before it moves, so that no more bytes move than are served."""
+    """The weight in `dtype` and `sharding`, cast before it moves, so that fewer bytes move."""
     with _placing:
         if dtype is not None and weight.dtype != dtype:
             weight = _cast(weight, dtype) if isinstance(weight, jax.Array) else weight.astype(dtype)
@@ -183,7 +182,6 @@ def _cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _forget(params: LayerParams, path: tuple) -> None:
-    """Drops one weight; a weight of layers is dropped in all layers."""
     layers = isinstance(params[path[0]], list)
     for tree in params[path[0]] if layers else [params]:
         for key in path[1:-1] if layers else path[:-1]:
@@ -195,7 +193,8 @@ def _forget(params: LayerParams, path: tuple) -> None:
 def _copied(
     weights: dict[tuple, jax.Array], stacks: tuple[str, ...], matrices: tuple[tuple[tuple, int], ...]
 ) -> dict[tuple, jax.Array | tuple[jax.Array, ...]]:
-    """A copy of each weight; a stack has one copy a layer, with outputs first if it is one of `matrices`."""
+    """A copy of each weight; a weight of layers gets one copy for each layer. Copies of `matrices` have their output
+    axes first."""
     inputs = dict(matrices)
 
     def copy(path: tuple, x: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
@@ -215,7 +214,7 @@ def _are_finite(arrays: Sequence[jax.Array], dtype: DTypeLike | None) -> jax.Arr
 
 def engine_model(model: Decoder) -> tuple[Decoder, dict[tuple, int]]:
     """Returns (the abstract model that an engine computes with, the number of input axes of each matrix of layers, by
-    its path). In this model, these matrices have their outputs first."""
+    its path). In these matrices of the model, output axes come first."""
     turned, matrices = shapes_only(model), dict[tuple, int]()
     for kind, layers in turned.stack.modules.items():
         for path, variable in nnx.iter_graph(layers):
@@ -240,11 +239,9 @@ def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tup
 
 @dataclasses.dataclass(frozen=True)
 class EngineLayout:
-    """The devices that one engine computes on, and the way its arrays lie on them.
-
-    A dimension is cut into as many parts as the largest power of two, up to the number of devices, that divides it. If
-    parts are fewer than devices, a part is on several devices: of 2 KV heads and 4 devices, a head is on 2 devices.
-    """
+    """The devices that one engine computes on, and the way its arrays lie on them. An axis of `CUT` is cut into parts.
+    Their number is the largest power of two that divides the axis and is at most the number of devices. If parts are
+    fewer than devices, each part lies on several devices."""
 
     devices: tuple[Device, ...]
 
@@ -255,15 +252,13 @@ class EngineLayout:
 
     @staticmethod
     def of(devices: Sequence[Device] | None) -> EngineLayout:
-        """The layout on `devices`; None: on this process's first device. Raises EngineError unless these are 1, 2, 4,
+        """The layout on `devices` (None: on this process's first device). Raises EngineError unless there are 1, 2, 4,
         ... different devices."""
         return EngineLayout(tuple(jax.local_devices()[:1] if devices is None else devices))
 
     def weights(self, model: nnx.Module, *, stacked: bool = True) -> Params:
-        """Shardings in the structure of the model's parameters; the model may be abstract.
-
-        Without `stacked`, the model is a stack of layers, and the shardings are those of the weights of one layer.
-        """
+        """Shardings in the structure of the model's parameters; the model may be abstract. Without `stacked`, the model
+        is a stack of layers, and the shardings are those of the weights of one layer."""
 
         def sharding(_: tuple, variable: nnx.Variable) -> Sharding:
             spec: WeightSpec = variable.get_metadata("spec")
@@ -280,8 +275,9 @@ class EngineLayout:
         return self._sharding(0, 1)
 
     def rows(self, text: TextConfig) -> tuple[Sharding, ...]:
-        """The shardings of keys and values, `[L, C, K, S, H]` in the cache and `[L, B, K, T, H]` of a prefill, and of
-        states, if layers have any: `[L, B, V, H, J]` and `[L, B, 3, X]`."""
+        """The shardings of keys and values, and of the two arrays of states if layers have states. Keys and values
+        are `[L, C, K, S, H]` in the cache and `[L, B, K, T, H]` in a prefill, states `[L, B, V, H, J]` and
+        `[L, B, 3, X]`."""
         heads = self._sharding(2, text.num_kv_heads)
         if text.delta is None:
             return heads, heads
@@ -291,7 +287,7 @@ class EngineLayout:
         if len(self.devices) == 1:
             return SingleDeviceSharding(self.devices[0])
         mesh = make_mesh(devices=self.devices)
-        # Outer axes first: device `i` then has KV head `i * K // devices`, which its query heads read.
+        # Outer axes come first, so that device `i` has KV head `i * K // devices`, which its query heads read.
         axes = mesh.axis_names[1:]
         while size % math.prod(mesh.shape[axis] for axis in axes):
             axes = axes[:-1]

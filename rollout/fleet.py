@@ -1,12 +1,10 @@
 """A fleet of rollout servers behind engines: routing, health, restarts, and proof that servers have their weights.
 
-The coordinator sees engines. Each engine is a *seat* of the fleet, with one or several servers. A request runs on the
-least loaded server of its seat. If a server dies, hangs or gives a wrong answer, its samples continue on another
-server, of another seat if need be, from the tokens that they have. The fleet restarts servers that it started, and
-waits for all others. A server that is back gets the seat's weights before it runs requests. A seat fails only if no
-server comes back in time.
-
-The fleet works in a thread of its own, so that it outlives event loops.
+Each engine is a *seat* of the fleet, with one or several servers. A request runs on the least loaded server of its
+seat. If a server dies, hangs or gives a wrong answer, its samples continue from their tokens on another server, of
+another seat if need be. The fleet restarts servers that it started, and waits for other servers. A server that is back
+gets the seat's weights before it runs requests. The fleet works in a thread of its own, so that it outlives event
+loops.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ Order = TypeVar("Order", bound=Callable[..., Coroutine[Any, Any, None]])
 
 
 class Fleet(FleetState):
-    """The servers of the engines in `seats`. Any thread may call the methods, except `ready`: hand it to `call`, which
-    runs it in the fleet's thread. Call `close` at the end."""
+    """The servers of the engines in `seats`. Any thread may call the methods of this class, except `ready`, which
+    `call` runs in the fleet's thread. Call `close` at the end."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,8 +48,8 @@ class Fleet(FleetState):
         self, members: Sequence[LocalServer | str], count: int = 0, name: str = "server"
     ) -> list[FleetEngine]:
         """Adds seats and their servers, before the fleet starts. A member is a process that the fleet will start, or
-        the address of a server that somebody else starts. There are `count` seats, by default a seat a server; server
-        `i` belongs to seat `i % count`, and is called `name` and its number. Raises EngineError without seats."""
+        the address of a server that somebody else starts. There are `count` seats, or one for each server if `count` is
+        0. Server `i` belongs to seat `i % count`; its name is `name` and a number. Raises EngineError without seats."""
         names = (f"{name} {number}" for number in itertools.count())
         seats = [FleetEngine(self, number, names) for number in range(count or len(members))]
         if not seats:
@@ -69,7 +67,8 @@ class Fleet(FleetState):
         return server
 
     def start(self) -> None:
-        """Starts the servers; the first `call` does so, too. May be called again."""
+        """Starts the servers, unless they are started; `call` does this, too. Raises EngineError if the fleet is
+        closed."""
         with self._lock:
             if self._closed:
                 raise EngineError("the fleet is closed")
@@ -104,9 +103,8 @@ class Fleet(FleetState):
         await self._loop.shutdown_default_executor()
 
     async def ready(self) -> None:
-        """Returns when each server is up, with the weights of its seat or asleep, or is a server that starts only when
-        its sleeping seat wakes. After `options.start_seconds`, raises EngineError, which says why the remaining servers
-        are not up."""
+        """Returns when each server is up, or waits for its sleeping seat to wake. After `options.start_seconds`, raises
+        EngineError, which says why the remaining servers are not up."""
         if not await self.until(lambda: all(s.up or s.waits for s in self.members), self.options.start_seconds):
             raise EngineError("; ".join(server.state() for server in self.members if not (server.up or server.waits)))
 
@@ -147,12 +145,12 @@ class Fleet(FleetState):
         return [server.status() for server in list(self.members)]
 
     def busy(self) -> dict[str, list[tuple[float, float]]]:
-        """The times in which each server ran samples, by `time.perf_counter`."""
+        """The spans in which each server ran samples, in seconds of `time.perf_counter`."""
         return {server.name: server.busy_times() for server in list(self.members)}
 
 
 def in_fleet(order: Order) -> Order:
-    """Has a method of an engine run in its fleet's thread, whichever event loop awaits the method."""
+    """Makes a method of a `FleetEngine` run in the fleet's thread. Any event loop may await the method."""
 
     @functools.wraps(order)
     async def ordered(self: FleetEngine, *args: Any) -> None:
@@ -169,12 +167,10 @@ def in_fleet(order: Order) -> Order:
 
 
 class FleetEngine(Seat):
-    """A seat of a fleet as a `rollout.engine.Engine`. Orders to the seat reach only its own servers; its requests may
-    also run on servers of other seats. The tokens of a sample come in one chunk, when the sample has ended.
-
-    A seed gives the same tokens again on `rollout.serve`, but not on SGLang. `devices` are the devices of this process
-    that the seat's servers share. `names` yields a name for each server of the seat.
-    """
+    """A seat of a fleet as a `rollout.engine.Engine`. Orders to the engine reach only the servers of its seat; its
+    requests may also run on servers of other seats. The tokens of a sample come in one chunk, when the sample has
+    ended. A seed gives the same tokens again on `rollout.serve`, but not on SGLang. `devices` are the devices of this
+    process that the seat's servers share. `names` yields the names of new servers."""
 
     def __init__(self, fleet: Fleet, number: int, names: Iterator[str]) -> None:
         super().__init__(number)
@@ -223,7 +219,6 @@ class FleetEngine(Seat):
 
     @property
     def _running(self) -> int:
-        """The number of samples that are open."""
         return sum(len(job.open) for job in list(self._jobs.values()))
 
     # --- orders ---------------------------------------------------------------------------------
@@ -231,9 +226,8 @@ class FleetEngine(Seat):
     @in_fleet
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
         """Brings the seat's servers to these weights; sleeping servers wake. A server that can't take the weights is
-        lost, and gets them when it comes back.
-
-        Raises WeightsMismatch if a server holds other weights afterwards, and OSError if there is no room."""
+        lost, and gets them when it comes back. Raises WeightsMismatch if a server holds other weights afterwards, and
+        OSError if the disk has no room."""
         self.fleet.raise_fatal()
         self.wanted = await asyncio.to_thread(self.fleet.route.publish, version, params)
         self.asleep = False
@@ -242,14 +236,13 @@ class FleetEngine(Seat):
         self.fleet.raise_fatal()
 
     async def _bring(self) -> None:
-        """Has the servers follow the seat's orders. A server that is not up follows the orders when it comes up."""
         self.fleet.tell()
         await asyncio.gather(*(server.bring() for server in self.servers if server.up))
 
     @in_fleet
     async def pause(self) -> None:
         self.paused = True
-        if not self.asleep:  # else its servers pause when they wake: samples of other seats may still end on them
+        if not self.asleep:  # else `wake` pauses the servers; samples of other seats may still run on them
             await self._bring()
 
     @in_fleet
@@ -263,10 +256,10 @@ class FleetEngine(Seat):
 
     @in_fleet
     async def sleep(self) -> None:
-        """Has the seat's servers give their memory back, weights included. First waits for servers that are starting,
-        which would never come up if a training step took less time than a start; then for samples of other seats on
-        this seat's servers. Until the seat wakes, no server starts: a server that is about to start, or that ends
-        meanwhile, waits. Raises EngineError if samples of this seat run."""
+        """Frees the memory of the seat's servers, weights included. First waits for servers that are starting, which
+        would never come up if a training step took less time than a start. Then waits until samples of other seats have
+        ended on this seat's servers. No server of the seat starts until the seat wakes. Raises EngineError if samples
+        of this seat run."""
         if self._running:
             raise EngineError(f"can't sleep: {self._running} samples are running; abort them first")
         fleet, starting = self.fleet, {server: server.restarts for server in self.servers if server.starting}
@@ -279,7 +272,7 @@ class FleetEngine(Seat):
 
     @in_fleet
     async def wake(self) -> None:
-        """Wakes the seat's servers, and gives them the seat's weights: sleeping servers keep no weights."""
+        """Wakes the seat's servers, and sends them the seat's weights, which sleeping servers do not keep."""
         self.asleep = False
         await self._bring()
 
@@ -287,7 +280,7 @@ class FleetEngine(Seat):
         raise EngineError("rollout servers keep their devices")
 
     def stats(self) -> EngineStats:
-        """Returns the counts of the seat, perhaps a moment old. Any thread may call this method."""
+        """Returns the counts of the seat. Any thread may call this method."""
         return EngineStats(
             version=-1 if self.wanted is None else self.wanted.version,
             running=self._running,

@@ -28,7 +28,7 @@ class FleetJob:
     ) -> None:
         self._fleet, self._seat, self._request, self._put = fleet, seat, request, put
         self._begun = list(request.prefix_ids or ((),) * request.n)  # token ids of the prefixes
-        self._came = [SampleReply("") for _ in range(request.n)]  # certain tokens behind the prefixes
+        self._came = [SampleReply("") for _ in range(request.n)]  # tokens with a version, behind the prefixes
         self.open = set(range(request.n))
         self._aborted: set[int] = set()
         self._running: Attempt | None = None
@@ -63,7 +63,6 @@ class FleetJob:
         return (*self._begun[sample], *self._came[sample].ids)
 
     def _settle(self) -> bool:
-        """Ends samples that need no server any more. Returns whether samples are left."""
         for sample in sorted(self.open):
             if (finish := ended_before(self._ids(sample), self._request.sampling)) is not None:
                 self._end(sample, finish)
@@ -79,7 +78,7 @@ class FleetJob:
             self._put(TokenChunk(self._request.rid, sample, *tokens, finish))
 
     def _keep(self, sample: int, reply: SampleReply) -> None:
-        """Adds the certain tokens of a reply: the tokens that have a version."""
+        """Adds the tokens of a reply that have a version."""
         came, certain = self._came[sample], len(reply.versions)
         came.ids += reply.ids[:certain]
         came.logprobs += reply.logprobs[:certain]
@@ -88,9 +87,9 @@ class FleetJob:
     # --- servers --------------------------------------------------------------------------------
 
     async def _choose_server(self) -> Server | None:
-        """The server that lost the request least often; among equals a server of the seat, then the least loaded. Waits
-        until a server is usable; None if a sample is aborted meanwhile. Raises EngineError after `start_seconds` in
-        which the seat was awake, not paused, and without a server."""
+        """The usable server that lost the request least often; among equals a server of the seat, then the server with
+        the fewest open samples. Waits until a server is usable. Returns None if a sample is aborted meanwhile. Raises
+        EngineError if an awake, unpaused seat has no usable server for `start_seconds`."""
         seat, patience = self._seat, self._fleet.options.start_seconds
         deadline = time.monotonic() + patience
         while True:
@@ -117,9 +116,10 @@ class FleetJob:
         return wanted is None or (server.holds is not None and server.holds.version >= wanted.version)
 
     async def _attempt(self, server: Server) -> None:
-        """Has one server generate the open samples until they end or it fails; certain tokens are kept either way."""
+        """Has a server generate the open samples, until they end or the server fails. Tokens with a version are kept
+        either way."""
         attempt = Attempt(server, {sample: SampleReply(uuid.uuid4().hex) for sample in sorted(self.open)})
-        server.begin(attempt)  # at once: other requests are looking for the least loaded server
+        server.begin(attempt)  # before any wait: other requests look for the least loaded server
         tasks = [asyncio.ensure_future(self._collect(attempt)), asyncio.ensure_future(server.down.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -172,8 +172,9 @@ class FleetJob:
             raise ServerError(f"{server!r} aborted {len(self.open)} samples, which nobody asked for")
 
     def _body(self, rids: Mapping[int, str]) -> wire.Json:
-        """The body for a server that knows the samples by the ids `rids`; with pixels, if the fleet has a `fetch`. Runs
-        in another thread than the fleet's, since patches are many bytes. Raises EngineError if `fetch` fails."""
+        """The body for a server that gets `rids[i]` as the id of sample `i`. Pixels are included if the fleet has a
+        `fetch`. Runs in another thread than the fleet's, since patches are many bytes. Raises EngineError if `fetch`
+        fails."""
         fleet, request = self._fleet, self._request
         request = dataclasses.replace(request, prefix_ids=tuple(map(self._ids, range(request.n))))
         vision = request.prompt.vision
@@ -183,12 +184,12 @@ class FleetJob:
             except Exception as error:
                 raise EngineError(f"request {request.rid!r} was lost: {type(error).__name__}: {error}") from error
             request = dataclasses.replace(request, prompt=dataclasses.replace(request.prompt, vision=pixels))
-        # An event has all tokens so far: without a bound on events, their bytes grow with the square of the length.
+        # Each event repeats all tokens so far. With about 32 events a sample, bytes grow linearly with the length.
         interval = max(fleet.options.interval, request.sampling.max_new_tokens // 32)
         return wire.request_body(request, rids, fleet.config, interval=interval)
 
     async def _insist(self, chosen: set[int]) -> None:
-        """Aborts samples again and again until they end: an abort may reach the server before the samples do."""
+        """Aborts samples again and again until they end, since an abort may reach the server before the samples do."""
         while (attempt := self._running) is not None and (left := chosen & self.open & attempt.replies.keys()):
             await attempt.abort(left)
             await asyncio.sleep(self._fleet.options.look_every)

@@ -32,13 +32,13 @@ class FleetOptions:
     look_every: float = 1.0  # seconds between two looks at a server
     attempts: int = 4  # lost attempts after which a request fails
     token: str = ""  # the token that the fleet sends to its servers; empty: none
-    together: bool = False  # a resumed seat generates only when servers have all requests of the seat
+    together: bool = False  # a resumed seat generates as soon as servers have all requests of the seat, not before
     interval: int = 16  # least tokens between two events; a lost server loses tokens since the last event
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerStatus:
-    """The state of a server at one moment, for displays. A server that is not up runs nothing."""
+    """The state of a server at one moment, for displays. A server that is not up has no version, and runs nothing."""
 
     name: str
     address: str
@@ -56,7 +56,7 @@ class ServerStatus:
 
 @dataclasses.dataclass(eq=False)
 class Seat:
-    """The orders to the present and later servers of an engine, and the counts of its requests."""
+    """The orders to the present and later servers of an engine, and the counts of the engine's requests."""
 
     number: int
     wanted: Published | None = None  # the weights that the seat's servers are to have
@@ -69,7 +69,7 @@ class Seat:
 @dataclasses.dataclass(eq=False)
 class FleetState:
     """The state that the parts of a fleet share: servers, and news of servers and seats. Only the fleet's thread may
-    change it."""
+    change this state."""
 
     config: DecoderConfig
     limits: EngineLimits  # bounds of the requests of a server
@@ -121,8 +121,8 @@ class FleetState:
 
 
 class Server:
-    """One server: its seat, its process and its state. Only the fleet's thread may change it. A *life* of the server
-    lasts from a start to a loss."""
+    """One server: its seat, its process and its state. Only the fleet's thread may change an object. A *life* of the
+    server lasts from a start to a loss."""
 
     def __init__(
         self, fleet: FleetState, name: str, seat: Seat, client: ServerClient, process: LocalServer | None
@@ -134,9 +134,9 @@ class Server:
         self.holds: Published | None = None  # the weights that the server was proven to have
         self.served: set[int] = set()  # versions of weights that the server has had in this life
         self.down = asyncio.Event()  # set when this life ends
-        self.suspected = asyncio.Event()  # set: the watch looks at the server now
+        self.suspected = asyncio.Event()  # set to make the watch look at the server now
         self.doubts = 0  # calls of `suspect`
-        self.cleared = 0  # doubts that the last good answer has cleared
+        self.cleared = 0  # value of `doubts` that the last good answer cleared
         self.trouble = ""  # reason why this life must end
         self.reason = ""  # reason why the last life ended
         self.leaving = False
@@ -153,7 +153,7 @@ class Server:
         return f"{self.name} ({self.client.address})"
 
     def begin(self, attempt: Attempt) -> None:
-        """Notes that the samples of an attempt begin to run here."""
+        """Notes that the samples of an attempt begin to run on the server."""
         if not self.open:
             self._busy_since = time.perf_counter()
         self.attempts.add(attempt)
@@ -166,12 +166,13 @@ class Server:
             self.busy.append((self._busy_since, time.perf_counter()))
 
     def busy_times(self) -> list[tuple[float, float]]:
-        """The times in which samples of the fleet ran here, by `time.perf_counter`, up to now. From any thread."""
+        """The last spans in which the fleet's samples ran on the server, in seconds of `time.perf_counter`. Any thread
+        may call this method."""
         running = [(self._busy_since, time.perf_counter())] if self.open else []
         return [*self.busy.copy(), *running]
 
     def status(self) -> ServerStatus:
-        """The state of the server at this moment. From any thread."""
+        """The state of the server at this moment. Any thread may call this method."""
         up, holds = self.up, self.holds
         load = self.load if up else {}
         return ServerStatus(
@@ -196,12 +197,13 @@ class Server:
 
     @property
     def rests(self) -> bool:
-        """Says whether the server takes no memory for weights: it sleeps, or is not started."""
+        """Says whether the server holds no memory that the fleet could free: it sleeps, is not started, or is lost and
+        somebody else's."""
         return self.asleep if self.up else self.waits or self.process is None
 
     @property
     def usable(self) -> bool:
-        """Says whether the server is up, has weights, and has no doubts left to clear."""
+        """Says whether the server is up, has weights, and has given a good answer since the last doubt."""
         return self.up and self.holds is not None and self.doubts == self.cleared
 
     def suspect(self) -> None:
@@ -216,10 +218,10 @@ class Server:
     # --- its life -------------------------------------------------------------------------------
 
     async def live(self) -> None:
-        """Starts, watches and starts again, until the server leaves or the fleet ends."""
+        """Starts and watches the server, life after life, until the server leaves or the fleet ends."""
         try:
             await self._lives()
-        finally:  # also if the server left
+        finally:
             await self.client.close()
             if self.process is not None:
                 await asyncio.to_thread(self.process.stop)
@@ -257,7 +259,7 @@ class Server:
                     await asyncio.wait_for(self.suspected.wait(), wait)
 
     async def _rest(self) -> None:
-        """Returns when the server may start. A sleeping seat may have lent the memory of its devices."""
+        """Returns when the server may start: a sleeping seat may have lent its devices' memory to training."""
         while self.process is not None and self.seat.asleep and not self.leaving:
             if not self.waits:
                 self.waits = True
@@ -290,7 +292,7 @@ class Server:
                     ) from error
             await asyncio.sleep(0.25)
         await self.client.check_release(self._fleet.config.architecture)
-        # A server that others started may sleep since an earlier run, or since its loss.
+        # A server that somebody else started may still sleep from an earlier run or life.
         self.holds, self.asleep = None, self.process is None and await self.client.asleep()
         self.served.clear()
         self.down.clear()
@@ -321,14 +323,13 @@ class Server:
             self._check_silence(changing or self.seat.paused)
 
     def _check_process(self) -> None:
-        """Raises ServerError for a process that has ended."""
         if self.process is not None and (status := self.process.ended()) is not None:
             raise ServerError(f"its process ended with status {status}; its log, {self.process.log}, ends with:\n"
                               f"{self.process.last_words()}")  # fmt: skip
 
     async def _look(self) -> None:
-        """Has the server answer. If there are doubts, the answer must also name the right weights, since somebody else
-        may have restarted the server."""
+        """Asks the server for its load. If there are doubts, also asks for the version of its weights, since somebody
+        else may have restarted the server. Raises ServerError for a wrong version."""
         doubts, holds, patience = self.doubts, self.holds, self._fleet.options.patience
         self.load = await self.client.load(patience)
         if doubts > self.cleared:
@@ -338,9 +339,10 @@ class Server:
             self.cleared = doubts
 
     def _check_silence(self, excused: bool) -> None:
-        """Raises ServerError if an attempt got no token for too long: for `start_seconds` if the server runs samples,
-        because first tokens may take long; else for three times `patience`, because a server may read hundreds of
-        requests before it counts them. Time does not count if `excused`, or while samples wait at the server."""
+        """Raises ServerError if an attempt got no token for too long. If the server runs samples, the bound is
+        `start_seconds`, since first tokens may take long. Otherwise the bound is three times `patience`, since a server
+        may read hundreds of requests before it counts them. Time does not count if `excused`, or while samples wait at
+        the server."""
         options = self._fleet.options
         most = options.start_seconds if self.load.get("running") else 3 * options.patience
         excused = excused or bool(self.load.get("waiting"))
@@ -348,7 +350,7 @@ class Server:
             raise ServerError(f"{self!r} runs {self.load['running']:g} samples, and says nothing for {most:g} s")
 
     def lower(self) -> None:
-        """Ends this life of the server: the next life gets the weights and the orders of its seat."""
+        """Ends this life of the server. The next life gets the weights and the orders of the seat."""
         self.up = False
         self.down.set()
         self._fleet.tell()
@@ -370,8 +372,8 @@ class Server:
             self._fleet.fail(error)
 
     async def _bring(self) -> None:
-        """Brings the server to the weights of its seat, proves that it has them, and only then lets it generate, or
-        pauses it. If the seat sleeps, puts the server to sleep instead."""
+        """Brings the server to the weights of its seat and proves that it has them; then resumes or pauses the server.
+        If the seat sleeps, puts the server to sleep instead."""
         seat = self.seat
         async with self.lock:
             while not seat.asleep:
@@ -403,7 +405,7 @@ class Server:
         await self._fleet.route.deliver(client, wanted, pause)
         held = await client.checksums()
         await asyncio.to_thread(wanted.checksums.check, held, client.address)
-        # Higher versions are removed: a run may go back to an older checkpoint.
+        # Higher versions are removed, since a run may go back to an older checkpoint.
         self.served = {version for version in self.served if version < wanted.version} | {wanted.version}
         self.holds = wanted
 
@@ -436,7 +438,7 @@ class Attempt:
     came: int = 0  # tokens that had come at `heard`
 
     def silence(self, excused: bool) -> float:
-        """The seconds since a call first saw the latest token, or since the last `excused` call."""
+        """The seconds since this method first saw the latest token, or since its last call with `excused`."""
         came = sum(len(reply.ids) for reply in self.replies.values())
         if excused or came != self.came:
             self.heard, self.came = time.monotonic(), came

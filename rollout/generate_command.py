@@ -1,10 +1,10 @@
 """Generates text from a local checkpoint: `python -m models.generate --model DIR --prompt TEXT [--image FILE ...]`.
 
-The text appears as it is generated. Sampling is what the checkpoint's generation_config.json says, greedy if it
-says nothing; flags win. `<image>` and `<video>` in the prompt mark where the files belong; without marks the files
-stand before the text, images first. A chat template of the checkpoint is applied, unless `--raw` is given. `--json`
-prints one line at the end: prompt_ids, output_ids, logprobs (one an output id), text. Wrong input gives one line on
-stderr and exit code 2.
+The text appears as it is generated. Sampling follows the checkpoint's generation_config.json (greedy without
+`do_sample`); flags replace its values. `<image>` and `<video>` in the prompt mark where the files belong; without marks
+the files stand before the text, images first. A chat template of the checkpoint is applied, unless `--raw` is given.
+`--json` prints one line at the end, with prompt_ids, output_ids, logprobs (one for each output id) and text. Wrong
+input gives one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def arrange(text: str, images: Sequence[str], videos: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
     """The marked text, and its media in the order of the marks; a text without marks gets its marks at the beginning.
-
-    Raises ValueError if marks and files differ in number.
-    """
+    Raises ValueError if marks and files differ in number."""
     from models.processing.processor import MARK, MARKS
 
     files = {"image": images, "video": videos}
@@ -105,11 +103,9 @@ def arrange(text: str, images: Sequence[str], videos: Sequence[str]) -> tuple[st
 
 
 class TextStream:
-    """The text of a response as its tokens arrive, up to the first stop string of `stops`.
-
-    Text that later tokens may change is held back: bytes that are no complete character yet
-    (`tokenizers.decoders.DecodeStream`), and an end that may be the beginning of a stop string.
-    """
+    """The text of a response as its tokens arrive, up to the first stop string of `stops`. Text that later tokens may
+    change is held back: bytes that are no complete character yet (`tokenizers.decoders.DecodeStream`), and an end that
+    may be the beginning of a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
@@ -120,7 +116,7 @@ class TextStream:
         self.stopped = False
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Adds tokens; returns the text that they make certain."""
+        """Adds tokens. Returns the new text that later tokens can't change."""
         before = len(self.text)
         for id in token_ids:
             if self.stopped:
@@ -135,7 +131,7 @@ class TextStream:
         return self.text[before:]
 
     def finish(self) -> str:
-        """Returns the text that was held back: no more tokens will come."""
+        """Returns the text that was held back, after the last token."""
         before = len(self.text)
         if not self.stopped:
             self.text = self._tokenizer.decode(self.token_ids, skip_special_tokens=True)
@@ -210,12 +206,10 @@ def _with_bounds(processor: Processor, options: argparse.Namespace) -> Processor
 def how_to_sample(
     folder: pathlib.Path, temperature: float | None = None, top_p: float | None = None, top_k: int | None = None
 ) -> SamplingParams:
-    """The sampling settings of a checkpoint folder; arguments that are not None replace the folder's settings.
-
-    Values that its generation_config.json leaves out are off: no top-k, no top-p, temperature 1. Without
-    `do_sample: true` sampling is greedy. Raises ValueError, naming the flag or the file, for impossible values, and for
-    a `top_p` or `top_k` argument without effect because sampling is greedy.
-    """
+    """The sampling settings of a checkpoint folder; arguments that are not None replace the folder's settings. Values
+    that the generation_config.json leaves out are off: no top-k, no top-p, temperature 1. Without `do_sample: true`,
+    sampling is greedy unless `temperature` is given. Raises ValueError, which names the flag or the file, for
+    impossible values, and for a `top_p` or `top_k` argument with greedy sampling."""
     from .engine import SamplingParams
     from .requests import as_integer, as_number, checked_sampling
 
@@ -249,7 +243,6 @@ def not_applied(folder: pathlib.Path) -> str:
 
 
 def _max_tokens(options: argparse.Namespace, prompt_tokens: int) -> int:
-    """The number of tokens that may be generated. Raises ValueError if the model has too few positions."""
     from models.registry import read_config
 
     file = pathlib.Path(options.model) / "config.json"

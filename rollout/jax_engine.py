@@ -1,17 +1,16 @@
 """The embedded engine: continuous batching in this process, on one or more devices, behind `rollout.engine.Engine`.
 
 The engine works in turns, in a worker thread. A *start* prefills waiting prompts into free pages and samples their
-first tokens, a *round* gives every running sample some tokens. Between turns the engine delivers chunks and applies
+first tokens. A *round* gives every running sample some tokens. Between turns the engine delivers chunks and applies
 aborts and new weights.
 
-Devices other than CPUs get a turn *ahead*: the host dispatches it before it has read the tokens of the previous turn.
-The device has the last token of each sample, and the host knows the number of tokens, unless a stop id was sampled;
-tokens behind a stop id are dropped. Decisions that depend on unread tokens wait until the tokens are read: preemption,
-blame for a failed turn, and all that `_between_turns` protects. Only counts of tokens and pages decide which turn is
-next, never the time that the device takes.
+On devices other than CPUs, a turn is dispatched *ahead*: before the host has read the tokens of the previous turn.
+Tokens behind a stop id are dropped when they are read. Preemption, blame for a failed turn, and all that
+`_between_turns` protects wait until no tokens are unread. Counts of tokens and pages decide which turn is next, never
+the time that the device takes.
 
-A weight update discards the cached keys and values: running samples are prefilled again, so that the log-probs of
-later tokens are those of the new weights alone.
+A weight update discards the cached keys and values: running samples are prefilled again, so that the log-probs of later
+tokens are those of the new weights alone.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from .scheduler import Delivery, Flight, Job, Scheduler
 from .slots import PAGE_TOKENS, doubling, pages_for
 
 UNKNOWN_MEMORY = 4 << 30  # most bytes of a cache if devices don't report their free memory
-LEAST_CACHE = 256  # least tokens in the cache of `generate_once`; doubled, so that similar lengths share programs
+LEAST_CACHE = 256  # least tokens in the cache of `generate_once`, doubled until the response fits
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
@@ -58,18 +57,17 @@ class CacheUsage:
 
 
 class JaxEngine:
-    """The embedded engine; see `rollout.engine.Engine`. All methods belong to one event loop (or to one after another).
+    """The embedded engine; see `rollout.engine.Engine`. All methods must be called on one event loop, or on one loop
+    after another.
 
-    `slots` samples run at once, each with at most `max_sequence_tokens` of prompt and response. Their keys and values
-    share a cache of `kv_tokens` tokens; 0: as many as all slots may need, within `kv_fraction` of the device memory
-    that is free before the first request on these devices, or within `UNKNOWN_MEMORY` bytes if devices don't report
-    free memory (CPUs). A round decodes `steps_per_sync` tokens a sample; 0: a number that suits devices and samples
-    (`EngineLimits.pace`). Long rounds cost less, short rounds let chunks, aborts and new weights through sooner; the
-    tokens are the same. `ahead` says whether turns are dispatched ahead (None: not on CPUs). `compute_dtype` casts new
-    weights (None: weights keep their dtype). `devices` compute together (`rollout.engine_weights`): 1, 2, 4, ... of
-    this process; None: its first device. `model` may be abstract; the first `update_weights` then brings the weights.
-    Otherwise the weights of `model` are copied or shared as in an update. For prompts without pixels (`models.shadow`),
-    several threads call `fetch`, in the turn that prefills a prompt or earlier; a failure of `fetch` loses the request.
+    `slots` samples run at once, each with at most `max_sequence_tokens` of prompt and response. Their cache has
+    `kv_tokens` tokens. If `kv_tokens` is 0, the cache has as many tokens as all slots may need, in at most
+    `kv_fraction` of the device memory that is free before the first request. Devices that don't report free memory
+    count with `UNKNOWN_MEMORY` bytes. A round decodes `steps_per_sync` tokens a sample; 0: a number that suits devices
+    and samples (`EngineLimits.pace`). `ahead` says whether turns are dispatched ahead (None: not on CPUs).
+    `compute_dtype` casts new weights (None: weights keep their dtype). `devices` compute together: 1, 2, 4, ... of this
+    process; None: its first device. `model` may be abstract; the first `update_weights` then brings the weights.
+    Several threads call `fetch` for prompts without pixels (`models.shadow`); a failure of `fetch` loses the request.
     """
 
     def __init__(
@@ -116,11 +114,9 @@ class JaxEngine:
     # --- requests -------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest) -> TokenStream:
-        """Queues the request at once (not at the first `await`) and returns the stream of its chunks.
-
-        Raises EngineError for a request that can't be served (`rollout.requests`), which then leaves no trace.
-        Closing, cancelling or dropping the stream aborts the request.
-        """
+        """Queues the request at once (not at the first `await`) and returns the stream of its chunks. Raises
+        EngineError for a request that can't be served (`rollout.requests`), which then leaves no trace. Closing,
+        cancelling or dropping the stream aborts the request."""
         self._attach()
         if not self.has_weights:
             raise EngineError("the engine has no weights: call update_weights first")
@@ -164,14 +160,9 @@ class JaxEngine:
     # --- weights and memory ---------------------------------------------------------------------
 
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
-        """Serves `params` from the next token on.
-
-        Layers are copied. Other arrays are shared if they have the engine's dtype and layout: do not donate them before
-        the next update.
-
-        Raises EngineError, naming the tensor, if names or shapes differ, a dtype differs and isn't cast, or a value
-        is not finite; the old weights then stay. An update that fails later (no memory) loses all weights and requests.
-        """
+        """Serves `params` from the next token on. Raises EngineError for weights that do not fit
+        (`DeviceState.update`); the old weights then stay. An update that fails later (no memory) loses all weights and
+        requests."""
         async with self._between_turns():
             try:
                 await self._in_thread(self._device.update, params)
@@ -188,10 +179,8 @@ class JaxEngine:
             self._version = version
 
     async def disk_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Returns (name, tensor) of every weight that is served, named and laid out as in a Hugging Face checkpoint.
-
-        Each tensor is copied to the host when the iterator reaches it, in any thread. Until the iterator ends, updates
-        do not free the memory of these weights. Raises EngineError if the engine has no weights."""
+        """Returns (name, tensor) of every weight that is served (`DeviceState.disk_tensors`). Each tensor is copied to
+        the host when the iterator reaches it. Any thread may iterate."""
         async with self._between_turns():
             return self._device.disk_tensors()
 
@@ -274,7 +263,7 @@ class JaxEngine:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The devices that the engine computes on; a borrower of the engine may use them."""
+        """The devices that the engine computes on."""
         return self._device.layout.devices
 
     @property
@@ -295,7 +284,7 @@ class JaxEngine:
     # --- the loop -------------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        """Binds to the running event loop. Jobs of an earlier, closed loop are dropped."""
+        """Jobs of an earlier, closed loop are dropped."""
         self._refuse_if_closed()
         loop = asyncio.get_running_loop()
         if self._loop is loop:
@@ -306,7 +295,6 @@ class JaxEngine:
         self._lose(self._scheduler.clear(), "the event loop of this request was closed")
 
     def _kick(self) -> None:
-        """Starts `_run`, unless it runs already or the engine has nothing to do."""
         if self._ready() and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._run(), name="rollout engine")
 
@@ -315,7 +303,7 @@ class JaxEngine:
 
     @contextlib.asynccontextmanager
     async def _between_turns(self) -> AsyncIterator[None]:
-        """Holds the device, so that no turn is in flight; samples aborted meanwhile end when the block ends."""
+        """Runs the block while no turn is in flight. Samples that were aborted meanwhile end when the block ends."""
         self._attach()
         async with self._turn:
             self._refuse_if_closed()  # perhaps closed while waiting
@@ -344,8 +332,8 @@ class JaxEngine:
             self._device.pixels.expect(())
 
     async def _one_turn(self) -> None:
-        """Dispatches a turn, and reads the tokens of the previous turn; without `ahead`, of the dispatched turn. If the
-        next turn must wait for unread tokens, reads these tokens and dispatches nothing."""
+        """Dispatches a turn, and reads the tokens of the previous turn (without `ahead`: of this turn). If the next
+        turn must wait for unread tokens, reads these tokens and dispatches nothing."""
         scheduler = self._scheduler
         if not scheduler.next_turn(unread=bool(self._flights)):
             await self._read(0)
@@ -383,7 +371,7 @@ class JaxEngine:
             except Exception as error:
                 self._lose(self._scheduler.blame(flight.jobs), _described(error), error)
                 failed = True
-            else:  # a reader that is cancelled does not come here: another reader takes the flight
+            else:  # a cancelled reader does not get here: another reader takes the flight
                 self._flights.popleft()
                 self._record(flight, new)
             self._deliver(self._scheduler.reap())
@@ -418,11 +406,9 @@ class JaxEngine:
                 job.sink.close()
 
     def _lose(self, jobs: Sequence[Job], reason: str, cause: Exception | None = None) -> None:
-        """Fails the streams of jobs that the scheduler has dropped.
-
-        Drops the cache and unread tokens, too. A failed turn may have lost the cache, or left values in it that are not
-        finite. Masked entries of the cache must be finite, or they would spoil the next sample that reads them.
-        """
+        """Fails the streams of jobs that the scheduler has dropped, and drops the cache and unread tokens. A failed
+        turn may have left values in the cache that are not finite. These would spoil later samples, even where they are
+        masked."""
         self._device.cache = None
         self._flights.clear()
         self._fail(jobs, reason, cause)
@@ -449,11 +435,9 @@ async def generate_once(
     seed: int = 0,
     on_chunk: Callable[[TokenChunk], bool] = lambda chunk: False,
 ) -> TokenChunk:
-    """Returns the complete response to one prompt, from a new engine, which copies the layers of `model`.
-
-    `on_chunk` gets each chunk, and ends the response behind this chunk by returning True. Raises EngineError for a
-    request that the engine refuses, or a model that computes no finite log-probs.
-    """
+    """Returns the complete response to one prompt, from a new engine, which copies the layers of `model`. `on_chunk`
+    gets each chunk, and ends the response behind this chunk by returning True. Raises EngineError for a request that
+    the engine refuses, or a model that computes no finite log-probs."""
     room = doubling(len(prompt) + sampling.max_new_tokens, LEAST_CACHE)
     engine = JaxEngine(model, slots=1, max_sequence_tokens=room)
     del model

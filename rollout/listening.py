@@ -30,8 +30,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_status(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
-    """Runs a command that has an engine. Returns 0; or 2, after one line on stderr, if an input can't be used (a
-    checkpoint, a medium, a prompt, an address) or the engine raises EngineError."""
+    """Runs a command. Returns 0, or 2 after one line on stderr if the command raises ValueError, OSError or
+    EngineError."""
     try:
         run(options)
     except (ValueError, OSError, RuntimeError) as error:
@@ -90,7 +90,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that is bound but does not listen yet: clients are refused until the server is ready. Raises
+    """A socket that is bound but does not listen yet, so that clients are refused until the server is ready. Raises
     ValueError, which names the flags."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -112,8 +112,8 @@ def address_of(listening: socket.socket) -> str:
 
 
 def http_server(app: Any, started: Callable[[], None] = lambda: None) -> uvicorn.Server:
-    """The server of an ASGI application: its `serve` serves until `should_exit` is set. `started` is called when the
-    server is ready. The caller handles signals: uvicorn would wait for running samples, then die of the signal."""
+    """The server of an ASGI application: `serve` runs until `should_exit` is set. `started` is called when the server
+    is ready. The caller must handle signals, since uvicorn would wait for running samples, then die of the signal."""
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol  # it bounds the size of heads, unlike httptools
 

@@ -1,8 +1,8 @@
 """Processes of this machine that a run starts, rollout servers above all: command, port, log, and end.
 
-A process that outlives the run would keep its GPU. So this file is a program, too: it becomes the command that its
-arguments are. On Linux, the process ends when the thread that started it ends; on other systems the process may outlive
-the run.
+A process that outlives the run would keep its GPU. This file is therefore a program, too: on Linux, it binds its
+process to the thread that started it, then becomes the command in its arguments. On other systems, a process may
+outlive the run.
 """
 
 from __future__ import annotations

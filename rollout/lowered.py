@@ -1,4 +1,4 @@
-"""An embedded engine's arrays, as shapes, and its programs, lowered, for devices that are only described."""
+"""The arrays (as shapes) and the lowered programs of an embedded engine, for devices that need not exist."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EngineArrays:
     def __init__(
         self, model: Decoder, limits: EngineLimits, compute_dtype: DTypeLike | None, devices: Sequence[Any]
     ) -> None:
-        """The model may be abstract. Raises EngineError as the engine does."""
+        """The model may be abstract. Raises EngineError for devices that `EngineLayout` refuses."""
         abstract = models.abstract(model.config)
         self._state = state = DeviceState(abstract, limits, EngineLayout.of(devices), compute_dtype)
 
@@ -57,13 +57,12 @@ class EngineArrays:
         return self._state.programs.decode.lower(self.params, self.cache, last_N, batch)
 
     def lowered(self, prompt: ModelInput, begun: Sequence[int] = ()) -> dict[str, jax.stages.Lowered]:
-        """The programs that need most memory, by name, not compiled yet. `prompt` is the longest prompt. `prefill` has
-        as many of it as a call takes, or the last chunk of a sequence if that has more attention scores. `features` has
-        the largest group of the prompt's frame pairs, if the vision tower computes by groups. `decode` has all slots at
-        full length.
+        """The programs that need most memory, by name, not compiled yet. `prompt` is the longest prompt. `prefill`
+        takes as many copies of the prompt as fit a call, or the last chunk of a sequence if this has more attention
+        scores. `features` takes the largest group of frame pairs, if the vision tower computes by groups. `decode`
+        takes all slots.
 
-        `begun` are the numbers of tokens of a prompt's responses that are prefilled with the prompt: requests that
-        have lost their cache go on in this way.
+        `begun` are numbers of response tokens that are prefilled with the prompt, as after the loss of a cache.
         """
         limits, programs = self._state.limits, self._state.programs
         whole = chunk_tokens(prompt)

@@ -1,15 +1,13 @@
 """The compiled programs of the embedded engine: prefill prompts, fill pages, start samples, decode a round.
 
-The programs are pure functions of weights, cache and small host arrays. Their compilation depends on bucketed shapes,
-and on whether any sample has a top-k or top-p, so that the number of compilations stays small.
+The programs are pure functions of weights, cache and small host arrays. A program is compiled for each bucketed shape,
+and once more if a sample has a top-k or top-p.
 
 A round of decoding writes the keys and values of each new token into pages of the donated cache, and attention reads
-the pages in place (`sharding.kernels.paged`). So a round pays for running samples and their entries, and the loop over
-tokens never copies the cache. States of layers are gathered, carried through the loop, and scattered after the loop.
+the pages in place (`sharding.kernels.paged`). The loop over tokens never copies the cache. States of layers are
+gathered, carried through the loop, and scattered after the loop.
 
-Every slot samples its tokens with its own parameters, so that one compiled program serves all slots. Log-probs follow
-the convention of `engine.SamplingParams`: `log_softmax(logits / temperature)` over the whole vocabulary without
-forbidden ids (temperature 1 if greedy), not renormalised for top-k or top-p.
+Every slot samples its tokens with its own parameters. Log-probs are those of `engine.SamplingParams`.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from .cache import Context, KVCache, LayerRows, PageWrites, Rows, layers_by_kind
 from .engine_weights import LayerParams, model_by_layers
 from .slots import PAGE_TOKENS, DecodeRound, SlotSampling
 
-CANDIDATES = 256  # most probable tokens that top-k and top-p try before they sort the whole vocabulary
+CANDIDATES = 256  # most probable tokens among which top-k and top-p look before they sort the vocabulary
 ENDED = -1  # in the place of the last token of a sample that has ended
 DELTA_LAYERS = "delta_layers"  # the kind of the layers that have states
 NEVER = np.float32(-1e30)  # the score of a forbidden token; finite, so that no NaN can arise
@@ -60,11 +58,9 @@ class Starts:
 
 
 class EnginePrograms:
-    """The compiled programs of one architecture. Engines of equal settings share an object (`programs`).
-
-    `rows` are the shardings of the cache's arrays and of a prefill's rows, if several devices compute together. All
-    programs keep these shardings, so that a cache can be donated. Other layouts follow from the layouts of the weights.
-    """
+    """The compiled programs of one architecture. Engines of equal settings share an object (`programs`). `rows` are the
+    shardings of the cache's arrays and of a prefill's rows, if several devices compute together. All programs keep
+    these shardings, so that a cache can be donated. The compiler chooses all other shardings."""
 
     walk = Walk()
 
@@ -85,7 +81,6 @@ class EnginePrograms:
         return self._complete(features_MX)
 
     def _complete(self, x: Array) -> Array:
-        """The array, complete on each device."""
         if not self.rows:
             return x
         assert isinstance(self.rows[0], NamedSharding)
@@ -94,11 +89,10 @@ class EnginePrograms:
     def _keep(
         self, rows_FX: Float[Array, "F X"], features_MX: Float[Array, "M X"], row: Int[AnyArray, ""]
     ) -> Float[Array, "F X"]:
-        """The features of a prompt, with `features_MX` written from row `row` on."""
         return jax.lax.dynamic_update_slice_in_dim(rows_FX, features_MX, row, axis=0)
 
     def _divided(self) -> contextlib.AbstractContextManager[None]:
-        """Selects portable code for several devices: the compiler can't divide the GPU kernels of attention."""
+        """Selects portable code for several devices, since the compiler can't divide the GPU kernels of attention."""
         return contextlib.nullcontext() if not self.rows else compiling_for(Target("cpu"))
 
     def _prefill(
@@ -109,8 +103,8 @@ class EnginePrograms:
         context: Context | None = None,
         features_FX: Float[Array, "F X"] | None = None,
     ) -> tuple[Rows, Array]:
-        """Keys, values `[L, B, K, T, H]` and final hidden states `[B, T, D]` of packed prompts, or of the tokens behind
-        a cached `context`; every token of a row sees all of the row's context. `features_FX` replace pixels."""
+        """Returns (`Rows`, final hidden states `[B, T, D]`) of packed prompts, or of the tokens behind a cached
+        `context`. Every token of a row sees the row's complete context. `features_FX` replace pixels."""
         model, layers = model_by_layers(self.graphdef, params)
         mask = Mask(inputs.segments_BT, inputs.branches_BT)
         if context is not None:  # its entries belong to the row's segment, which is number 1
@@ -169,7 +163,7 @@ class EnginePrograms:
         return attend(q_BNH, cache.k_LCKSH, cache.v_LCKSH, pages_BC, length_B)
 
     def _logits(self, model: Decoder, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """Logits, with the head as the left factor: for few rows, CPUs are up to twice as fast this way."""
+        """The head is the left factor, with which CPUs are up to twice as fast for few rows."""
         head = model.head_weight(self.walk)
         logits_VB = jnp.einsum("VD,BD->VB", head, hidden_BD, preferred_element_type=jnp.float32)
         return jax.lax.optimization_barrier(logits_VB).T
@@ -199,17 +193,14 @@ class EnginePrograms:
         return cache, last_N, token_B[:, None], logprob_B[:, None], jnp.ones_like(token_B)
 
     def _noted(self, last_N: Array, slot_B: AnyArray, token_B: Array, alive_B: Array) -> Array:
-        """The last tokens of all slots, with new tokens for `slot_B`; `ENDED` for samples that are not alive."""
         return self._complete(last_N.at[slot_B].set(jnp.where(alive_B, token_B, ENDED), mode="drop"))
 
     def _decode(
         self, params: LayerParams, cache: KVCache, last_N: Int[Array, " N"], batch: DecodeRound
     ) -> tuple[KVCache, Int[Array, " N"], Int[Array, "B R"], Float[Array, "B R"], Int[Array, " B"]]:
         """Decodes up to `batch.steps` tokens a sample. Returns (cache, last tokens of all slots, new tokens, log-probs,
-        each sample's number of new tokens).
-
-        A sample ends at a stop id (counted) or at its limit; the round ends with the last sample or after the steps.
-        """
+        each sample's number of new tokens). A sample ends at a stop id (counted) or at its limit; the round ends with
+        the last sample or after the steps."""
         model, layers = model_by_layers(self.graphdef, params)
         text = model.config.text
         B, room = batch.entries_BR.shape
@@ -312,13 +303,10 @@ def sample(
     keys_B: Array,
     index_B: Int[Array, " B"],
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Samples one token a slot: `(tokens_B, logprobs_B)`.
-
-    Forbidden ids are removed first, then all but the `top_k` most probable tokens, then all but the smallest set of
-    these whose renormalised probability reaches `top_p`; equal logits rank by token id. Among the tokens that
-    are left, the one with the largest sum of logit and Gumbel noise is sampled. `index_B` is the token's index in its
-    response.
-    """
+    """Returns (sampled tokens, their log-probs). Forbidden ids are removed first, then all but the `top_k` most
+    probable tokens. Of these, the smallest set of most probable tokens stays whose renormalised probabilities together
+    reach `top_p`. Equal logits rank by token id. The remaining token with the largest sum of logit and Gumbel noise is
+    sampled. `index_B` is the token's index in its response."""
     greedy_B = params.temperature_B == 0
     temperature_B = jnp.where(greedy_B, 1.0, params.temperature_B)
     logits_BV = logits_BV.astype(jnp.float32) / temperature_B[:, None]
@@ -343,7 +331,7 @@ def sample(
     def sort() -> Array:
         return _sample_sorted(logits_BV, noise_BV, params.top_p_B, params.top_k_B)
 
-    def limited() -> Array:  # sorting a large vocabulary is slow: only if a slot's limits need more than the candidates
+    def limited() -> Array:  # sorting a large vocabulary is slow: only if the candidates do not suffice
         if logits_BV.shape[1] <= CANDIDATES:
             return jnp.where(limited_B, sort(), plain())
         few_B, settled_B = _sample_candidates(logits_BV, noise_BV, params.top_p_B, params.top_k_B)
@@ -356,14 +344,13 @@ def sample(
 
 
 def _sample_sorted(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: Array) -> Array:
-    """Samples within top-k and top-p, after sorting every slot's vocabulary by falling probability."""
     V = logits_BV.shape[1]
     ids_BV = jnp.broadcast_to(jnp.arange(V, dtype=jnp.int32), logits_BV.shape)
     negated_BV, ids_BV, noise_BV = jax.lax.sort((-logits_BV, ids_BV, noise_BV), num_keys=1, is_stable=True)
     rank_V = jnp.arange(V)[None, :]
     kept_BV = rank_V < jnp.where(top_k_B > 0, top_k_B, V)[:, None]
     probs_BV = jax.nn.softmax(jnp.where(kept_BV, -negated_BV, NEVER), axis=-1)
-    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # total of all more probable tokens
+    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # total probability of all more probable tokens
     enough_B = jnp.where(top_p_B < 1.0, top_p_B, jnp.inf)  # a rounded sum may reach 1 too early
     kept_BV &= (before_BV < enough_B[:, None]) | (rank_V == 0)
     best_B = jnp.argmax(jnp.where(kept_BV, noise_BV - negated_BV, NEVER), axis=-1)
@@ -371,7 +358,8 @@ def _sample_sorted(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: A
 
 
 def _sample_candidates(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: Array) -> tuple[Array, Array]:
-    """Returns (tokens as of `_sample_sorted`, from the `CANDIDATES` most probable; whether these suffice, by slot)."""
+    """Returns (tokens as of `_sample_sorted`, among the `CANDIDATES` most probable; for each slot, whether these
+    suffice)."""
     logits_BC, ids_BC = jax.lax.top_k(logits_BV, CANDIDATES)  # equal logits rank by token id here, too
     noise_BC = jnp.take_along_axis(noise_BV, ids_BC, axis=-1)
     rank_C = jnp.arange(CANDIDATES)[None, :]

@@ -25,7 +25,7 @@ from models.shadow import Fetch, Rows, ShadowTensor
 from .slots import geometric
 
 THREADS = 4  # threads that wait for pixels
-AHEAD_PATCHES = 8192  # most patches that are fetched before `take`; one or two turns need as many
+AHEAD_PATCHES = 8192  # most patches that are fetched ahead of `take`, about as many as one or two turns need
 LEAST_FEATURES = 16  # least features of a compiled program
 
 
@@ -39,8 +39,8 @@ class FetchedPixels:
         self._threads = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="rollout-pixels")
 
     def expect(self, tensors: Iterable[ShadowTensor]) -> None:
-        """Announces all tensors that `take` will get, in this order, and begins to fetch the first of them. Drops what
-        was fetched of other tensors."""
+        """Announces all tensors that `take` will get, in this order, and begins to fetch the first tensors. Drops the
+        fetched patches of all other tensors."""
         self._wanted = deque(tensors)
         wanted = {tensor.elsewhere for tensor in self._wanted}
         for rows in self._held.keys() - wanted:
@@ -63,8 +63,8 @@ class FetchedPixels:
         return fetched
 
     def take(self, tensor: ShadowTensor) -> np.ndarray:
-        """Waits for the patches of a tensor, drops and returns them. Raises the errors of `fetch`, ShadowError for
-        patches of another shape, and ValueError for pixels that are not finite."""
+        """Returns the patches of a tensor when they are fetched, and keeps no copy. Raises the errors of `fetch`,
+        ShadowError for patches of another shape, and ValueError for pixels that are not finite."""
         rows = tensor.elsewhere
         if not rows:
             return tensor.materialize(lambda _: [])
@@ -102,7 +102,7 @@ class PromptFeatures:
 
     @staticmethod
     def of(prompt: ModelInput, merge_unit: int, most: int) -> PromptFeatures:
-        """Divides a prompt into groups of at most `most` patches, or of one larger frame pair; plans no group yet."""
+        """Divides a prompt into groups of at most `most` patches, or of one larger frame pair."""
         assert prompt.vision is not None
         edges = [edge for edge in prompt.frame_edges if edge % merge_unit == 0]  # a feature is never divided
         groups: list[FrameGroup] = []
@@ -129,7 +129,7 @@ class PromptFeatures:
         return tuple(sorted(set(self._groups(shown).tolist()) - self.planned))
 
     def plan(self, feature_index_T: np.ndarray) -> tuple[int, ...]:
-        """Returns the groups that these features need and that are not planned yet; marks them as planned."""
+        """Returns the `missing` groups, and marks them as planned."""
         groups = self.missing(feature_index_T)
         self.planned |= set(groups)
         return groups
@@ -158,5 +158,5 @@ class FeatureWork(NamedTuple):
 
 
 def padded_patches(patches: int, merge_unit: int) -> int:
-    """The patches of the smallest compiled program that has room for `patches`."""
+    """The number of patches that `patches` are padded to, so that few programs are compiled."""
     return merge_unit * geometric(patches // merge_unit, LEAST_FEATURES)

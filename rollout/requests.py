@@ -1,8 +1,8 @@
 """The two ends of a request: the check before the scheduler accepts it, and the stream that its consumer reads.
 
 A request is checked completely before it is accepted, so that a refusal leaves no trace. `checked` returns the request
-in plain types (Python's numbers, tuples, int32 and float32 arrays), which later code need not check. A stream is an
-async iterator; a request ends when its stream is closed, cancelled or dropped.
+in plain types (Python's numbers, tuples, int32 and float32 arrays), which later code need not check. A request ends
+when its stream is closed, cancelled or dropped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .slots import PAGE_TOKENS, pages_for
 
 LEAST, MOST = int(np.iinfo(np.int32).min), int(np.iinfo(np.int32).max)  # the device counts in int32
 MOST_SAMPLES = 65536  # most samples of one request
-LONGEST_ROUND = 64  # tokens a sample
+LONGEST_ROUND = 64  # most tokens a sample in one round if turns are dispatched ahead
 # Smaller temperatures would bring logits near the score of forbidden tokens, or beyond float32.
 LEAST_TEMPERATURE = 1e-6
 
@@ -42,10 +42,10 @@ class EngineLimits:
     max_sequence_tokens: int  # most tokens of a prompt and its response
     vocabulary: int
     vision: VisionConfig | None = None  # None for a text-only model
-    steps_per_sync: int = 4  # most tokens a sample in one round, unless rounds may be longer
-    longest_round: int = 0  # most tokens a sample in one round while no sample waits; 0: `steps_per_sync` always
+    steps_per_sync: int = 4  # most tokens a sample in one round while samples wait
+    longest_round: int = 0  # most tokens a sample in one round while no sample waits; 0: `steps_per_sync`
     ahead: bool = False  # a turn of the engine is dispatched before the tokens of the previous turn are read
-    small_model: bool = True  # batches are filled up rather than compiled in another shape
+    small_model: bool = True  # a compilation costs more than the padding of a batch
     kv_tokens: int = 0  # tokens of the cache; 0: all slots at full length
     shadows: bool = False  # patches may be shadow tensors, which the engine fetches
     recurrent: bool = False  # some layers have states, which no page holds
@@ -63,8 +63,9 @@ class EngineLimits:
 
     @staticmethod
     def pace(device: Any, steps_per_sync: int, ahead: bool | None = None) -> dict[str, Any]:
-        """The fields that depend on the device. `ahead=None`: False on a CPU, whose cores are the host's, too, else
-        True. `steps_per_sync=0`: rounds of 4 tokens, or with `ahead` of up to `LONGEST_ROUND`."""
+        """The fields that depend on the device. An `ahead` of None becomes False on a CPU, whose cores are the host's,
+        too, and True elsewhere. If `steps_per_sync` is 0, rounds have 4 tokens a sample, or with `ahead` up to
+        `LONGEST_ROUND`."""
         ahead = device.platform != "cpu" if ahead is None else ahead
         longest = steps_per_sync or (LONGEST_ROUND if ahead else 4)
         return {"steps_per_sync": steps_per_sync or 4, "longest_round": longest, "ahead": ahead}
@@ -138,7 +139,7 @@ def checked_sampling(sampling: Any, vocabulary: int) -> SamplingParams:
         raise ValueError(f"temperature={temperature} must be 0 (greedy) or a float32 of at least {LEAST_TEMPERATURE}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be in (0, 1]")
-    # Ids outside the vocabulary can't be sampled, and are dropped: no list is longer than the vocabulary.
+    # Ids outside the vocabulary can't be sampled. They are dropped, so that no list is longer than the vocabulary.
     stop, forbidden = (
         tuple(sorted({id for id in _ids(name, getattr(sampling, name)) if 0 <= id < vocabulary}))
         for name in ("stop_ids", "forbidden_ids")
@@ -202,7 +203,7 @@ def _vision(vision: Any, config: VisionConfig, shadows: bool) -> VisionInput:
 
 
 def _patches(patches_PX: Any, values: int, shadows: bool) -> np.ndarray | ShadowTensor:
-    """The patches, checked; of a shadow tensor, whose values are fetched later, only shape and dtype."""
+    """The checked patches. Of a shadow tensor, whose values are fetched later, only shape and dtype are checked."""
     name = "prompt.vision.patches_PX"
     if isinstance(patches_PX, ShadowTensor):
         if not shadows:
@@ -284,8 +285,8 @@ def _shown(value: Any) -> str:
 
 
 class Mailbox:
-    """Chunks on their way to one consumer. The engine holds only the mailbox: Python collects a dropped stream, and
-    thereby aborts the stream's request."""
+    """Chunks on their way to one consumer. The engine holds no stream, so that Python collects a dropped stream, which
+    aborts the stream's request."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -341,7 +342,7 @@ class TokenStream(AsyncIterator[TokenChunk]):
         return chunk
 
     async def aclose(self) -> None:
-        """Aborts the samples that still run; the stream ends here, without its unread chunks."""
+        """Aborts the samples that still run, and drops unread chunks."""
         self._mailbox.discard()
         if self._dropped.detach() is not None:
             self._abandon()

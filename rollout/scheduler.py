@@ -1,18 +1,17 @@
 """The engine's bookkeeping of requests, samples, slots and pages: pure host code without device, clock or event loop.
 
-Samples wait in the order of submission (or of seeds) and take the lowest free slots in that order, so that equal
-submissions give equal batches. A slot is a row of the tables. A sample's keys and values are in its pages. Samples get
-free pages in the order of submission, too. All samples of a request share the full pages of its prompt. A sample with
+Samples wait in the order of submission (or of seeds). They get the lowest free slots and then free pages in that order,
+so that equal submissions give equal batches. All samples of a request share the full pages of its prompt. A sample with
 empty pages (it is new, was preempted, or the weights changed) is *started* from prefilled rows; a started sample is
-decoded. A *turn* of the engine starts some samples, or is a *round*: all started samples get some tokens.
+decoded. A *turn* of the engine starts some samples, or is a *round*, in which all started samples get some tokens.
 
-A sample gets pages for the tokens that it has, not for tokens that may follow: most responses end long before their
-limit. If a round finds no free page, the youngest sample with pages loses them: it is *preempted*, and started again
-later with the tokens that it has. The oldest sample never loses pages to others, and every request alone fits the pool,
-so that some sample always advances.
+A sample gets pages for the tokens that it has, not for tokens that may follow, since most responses end long before
+their limit. If a round finds no free page, the youngest sample with pages is *preempted*: it loses its pages. It is
+started again later with the tokens that it has. The oldest sample never loses pages to others, and every request alone
+fits the pool, so that some sample always advances.
 
-If a turn fails that served a single request, the request is lost. If it served several requests, all are served again,
-as *suspects*: each has turns for itself until it completes a round, so that only requests that fail alone are lost.
+If a turn of a single request fails, the request is lost. If a turn of several requests fails, the requests become
+*suspects*: each has turns for itself until it completes a round. So only requests that fail alone are lost.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ CHUNK_TOKENS = 2048  # most tokens of one prompt or sample in one prefill; a mul
 
 @dataclasses.dataclass(eq=False)
 class RunningSample:
-    """One response in the making. `slot` is -1 while the sample waits, and after it ended. `place` is set by
-    `rollout.turns` until the sample is started: the sample's prefill batch, and its `Place` in that batch."""
+    """One response in the making. `slot` is -1 while the sample waits, and after it ended. Until the sample is started,
+    `rollout.turns` sets `place` to the sample's prefill batch and its `Place` in that batch."""
 
     job: Job
     index: int
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)  # the pages of its cache entries, in order
-    # The number of cache entries that chunks have written: full pages. The slot has the state behind these entries.
+    # Entries, in full pages, that chunks of this sample have written. The slot has the state behind these entries.
     filled: int = 0
     place: Any = None
     aborted: bool = False
@@ -70,7 +69,7 @@ class RunningSample:
 
     @property
     def written(self) -> int:
-        """The number of cache entries, from the first on, that are written before the start: full pages."""
+        """The number of cache entries, from the first on and in full pages, that are written before the start."""
         return max(self.filled, self.job.filled) if self.pages else 0
 
 
@@ -84,7 +83,7 @@ class Job:
     number: int = 0  # grows in the order of submission, or of seeds (`by_seed`)
     suspect: bool = False  # a turn that this job shared with other jobs failed
     pages: list[int] = dataclasses.field(default_factory=list)  # the prompt's full pages, while any sample has them
-    filled: int = 0  # the number of written entries of these pages: full pages
+    filled: int = 0  # written entries of these pages; a multiple of a page
     features: PromptFeatures | None = None  # features of its images and videos, between the chunks of its prompt
 
     @property
@@ -123,7 +122,7 @@ class Scheduler:
         self.resize(limits)
         self.jobs: dict[str, Job] = {}
         self.occupant: list[RunningSample | None] = [None] * limits.slots
-        self.cached_N = np.zeros(limits.slots, bool)  # the cache holds the slot's sample
+        self.cached_N = np.zeros(limits.slots, bool)  # whether the cache holds the slot's sample
         self.waiting: deque[RunningSample] = deque()
         self._pageless: set[RunningSample] = set()  # samples with a slot and no pages
         self.tokens_generated = self.preemptions = self._submitted = 0
@@ -160,7 +159,7 @@ class Scheduler:
         return job, done
 
     def by_seed(self) -> None:
-        """Puts the requests of which no sample has a slot yet in the order of their seeds, whatever their arrival."""
+        """Puts the requests of which no sample has a slot yet in the order of their seeds."""
         new = [job for job in self.jobs.values() if all(sample.slot < 0 for sample in job.samples)]
         numbers = sorted(job.number for job in new)
         for number, job in zip(numbers, sorted(new, key=lambda job: job.request.seed), strict=True):
@@ -168,11 +167,10 @@ class Scheduler:
         self.waiting = deque(sorted(self.waiting, key=lambda sample: (sample.job.number, sample.index)))
 
     def next_turn(self, unread: bool = False) -> bool:
-        """Gives free slots and pages to waiting samples, and decides the next turn: a start, or a round, for which it
-        makes room. If more samples wait for a start than fit one turn, rounds come in between.
-
-        While tokens of an earlier turn are `unread`, returns False if the turn must wait for them: samples would be
-        preempted, a suspect has turns for itself, or no sample is known to go on."""
+        """Gives free slots and pages to waiting samples, and decides whether the next turn is a start or a round. Makes
+        room for a round. If more samples wait for a start than fit one turn, rounds come in between. While tokens of an
+        earlier turn are `unread`, returns False if samples would be preempted, a suspect has turns for itself, or no
+        sample is known to go on: the turn must then wait for these tokens."""
         if unread and any(job.suspect for job in self.jobs.values()):
             return False
         self._admit()
@@ -211,7 +209,7 @@ class Scheduler:
         if not self._pageless:
             return
         held_B = np.flatnonzero(self.table.pages_N > 0)
-        # A spare page for each sample that can use one: otherwise a sample could lose its new pages at once.
+        # A spare page for each sample that can use one: otherwise a sample could soon lose its new pages.
         spare = int((self.table.pages_N[held_B] < self.table.wanted_pages(held_B, PAGE_TOKENS)).sum())
         samples = sorted(self._pageless, key=lambda sample: sample.age)
         slots_B = np.array([sample.slot for sample in samples])
@@ -223,7 +221,7 @@ class Scheduler:
             spare += grows
 
     def _give(self, sample: RunningSample, wanted: int, spare: int) -> bool:
-        """Gives a sample its first `wanted` pages, if `spare` further pages are free. Returns whether they were."""
+        """Gives a sample its first `wanted` pages and returns True, if `spare` further pages are free."""
         job, shared = sample.job, len(sample.job.request.prompt) // PAGE_TOKENS
         if self.pool.free < wanted - len(job.pages) + spare:
             return False
@@ -237,7 +235,7 @@ class Scheduler:
         return True
 
     def _round_steps(self, slots_B: np.ndarray) -> int:
-        """The most tokens of a sample in the next round, as long as no sample waits for the round to end."""
+        """The most tokens of a sample in the next round: more than `steps_per_sync` only if no sample waits."""
         table, steps = self.table, self.limits.steps_per_sync
         if not len(slots_B) or self.waiting or len(slots_B) < self.running:
             return steps
@@ -284,8 +282,8 @@ class Scheduler:
                 sibling.forget_context()
 
     def upcoming(self) -> Iterator[Job]:
-        """Yields the jobs that wait for a start after the planned turn, in about the order of their starts. A job whose
-        images and videos are not finished by that turn is one of them."""
+        """Yields the jobs that wait for a start after the planned turn, in about the order of their starts. These
+        include the jobs whose images and videos are not finished by the planned turn."""
         slots = np.flatnonzero((self.table.pages_N > 0) & ~self.cached_N).tolist()
         held = (sample for sample in map(self.occupant.__getitem__, slots) if sample is not None)
         pageless = sorted(self._pageless, key=lambda sample: sample.age)
@@ -296,7 +294,7 @@ class Scheduler:
                 yield sample.job
 
     def _to_start(self) -> dict[Job, list[RunningSample]]:
-        """By job, the samples that hold pages and are not in the cache: in slot order, as many as fit one turn."""
+        """The samples, by job, that hold pages and are not in the cache: in slot order, as many as fit one turn."""
         alone, spent = self._alone(), 0
         jobs: dict[Job, list[RunningSample]] = {}
         for slot in np.flatnonzero((self.table.pages_N > 0) & ~self.cached_N):
@@ -321,7 +319,7 @@ class Scheduler:
 
     def computed(self, sample: RunningSample) -> int:
         """The number of tokens, from a sample's first on, that its prefill can leave out. If layers have states, pages
-        that siblings wrote do not count: a prefill goes on from the slot's own state only."""
+        that siblings wrote do not count, since a prefill goes on from the slot's own state only."""
         return sample.filled if self.limits.recurrent else sample.written
 
     def unstarted(self, job: Job) -> list[RunningSample]:
@@ -342,7 +340,7 @@ class Scheduler:
         return next((job for job in suspects if any(sample.pages for sample in job.samples)), None)
 
     def at_turn(self) -> list[Job]:
-        """The jobs of the next turn, or of the turn in flight: the starting jobs if there are any."""
+        """The jobs of the decided turn: the starting jobs, or else the jobs of the round."""
         return list(self.starting) or self.holders(self.to_decode())
 
     def holders(self, slots_B: np.ndarray) -> list[Job]:
@@ -351,10 +349,8 @@ class Scheduler:
         return list(dict.fromkeys(sample.job for sample in samples if sample is not None))
 
     def blame(self, jobs: list[Job]) -> list[Job]:
-        """Notes that a turn of these jobs failed: a single job is lost and returned, several jobs become suspects.
-
-        The cache can't be trusted afterwards, so all running samples must be started again.
-        """
+        """Notes that a turn of these jobs failed: a single job is lost and returned, several jobs become suspects. The
+        cache can't be trusted afterwards, so all running samples must be started again."""
         self.invalidate()
         left = [job for job in jobs if job.open]
         if len(jobs) == 1:
@@ -374,7 +370,7 @@ class Scheduler:
         return self.table.response_NT[sample.slot, : self.table.produced_N[sample.slot]].copy()
 
     def holds(self, flight: Flight, slots_B: np.ndarray) -> np.ndarray:
-        """Says for each slot whether the turn's sample still has it: a sample that has ended gets no tokens."""
+        """Says for each slot whether the turn's sample still has it, since a sample that has ended gets no tokens."""
         return np.array([self.occupant[slot] is flight.samples[slot] for slot in slots_B.tolist()], bool)
 
     def record(
@@ -404,13 +400,11 @@ class Scheduler:
         return deliveries
 
     def _end(self, sample: RunningSample) -> None:
-        """Frees the slot; the last sample of a job removes the job."""
         self._free(sample)
         if not sample.job.open:
             del self.jobs[sample.job.request.rid]
 
     def _end_with(self, sample: RunningSample, finish: FinishReason) -> Delivery:
-        """Ends a sample without new tokens; returns its last chunk."""
         self._end(sample)
         return sample.job, TokenChunk(sample.job.request.rid, sample.index, (), (), (), finish, sample.preemptions)
 
@@ -441,7 +435,8 @@ class Scheduler:
         return [self._end_with(sample, FinishReason.ABORT) for sample in marked]
 
     def invalidate(self) -> None:
-        """Forgets the cache, as after a change of weights, and unread tokens: running samples must be started again."""
+        """Forgets the cache, as after a change of weights, and unread tokens, so that running samples must be started
+        again."""
         self.table.unread_N[:] = 0
         for sample in filter(None, self.occupant):
             self._release(sample)

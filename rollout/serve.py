@@ -1,8 +1,9 @@
 """Serves a local checkpoint to rollouts in other processes: `python -m rollout.serve --model DIR`.
 
 The embedded JAX engine answers the HTTP routes of an SGLang 0.5.23 server, for hosts without SGLang; one client speaks
-to both. A server that is ready prints one line, `listening on http://HOST:PORT`. SIGTERM and SIGINT end it: running
-samples are answered as aborted. Wrong input is one line on stderr and exit code 2.
+to both kinds of server. A server that is ready prints one line, `listening on http://HOST:PORT`. SIGTERM and SIGINT end
+the server, after it has answered running samples as aborted. Wrong input ends the command with one line on stderr and
+exit code 2.
 """
 
 from __future__ import annotations

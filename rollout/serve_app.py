@@ -1,9 +1,9 @@
 """The routes of a rollout server: the embedded engine behind SGLang's HTTP contract, as an ASGI application.
 
-Paths, keys and meanings are those of SGLang 0.5.23, as far as rollouts need them. There are five differences: media
-come as the trainer's patches (`rollout.wire`), not as files; an update of weights does not wait for running samples,
-which continue under the new weights; versions are numbers; a reply's text comes with its last token; and no message of
-a client ends the server. All routes run on the engine's event loop; threads read the JSON and media of `/generate`.
+Paths, keys and meanings are those of SGLang 0.5.23, as far as rollouts need them. Media come as the trainer's patches
+(`rollout.wire`), not as files. An update of weights does not wait for running samples, which continue under the new
+weights. Versions are numbers. The text of a reply comes with its last token. All routes run on the engine's event loop;
+threads read the JSON and media of `/generate`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,9 @@ MEMORY = frozenset({"kv_cache", "weights", "cuda_graph"})  # the kinds of memory
 
 
 class RolloutServer:
-    """The routes over one engine; `app` is the application.
-
-    Weights from disk are cast to `dtype`, which the engine serves. If there is a `token`, every route but `/health`
-    requires it. `/model_info` and `/server_info` show `info`.
-    """
+    """The routes over one engine; `app` is the application. Weights from disk are cast to `dtype`, which the engine
+    serves. If there is a `token`, every route but `/health` requires it. `/model_info` and `/server_info` show
+    `info`."""
 
     def __init__(
         self,
@@ -129,7 +127,7 @@ class RolloutServer:
         await self._end(found)
 
     async def _end(self, answers: Iterable[SampleAnswer]) -> None:
-        # Aborts all at once, since each abort waits for the turn in flight.
+        # Aborts all samples together, since each abort waits for the turn in flight.
         await asyncio.gather(*(self._engine.abort(answer.engine_id) for answer in answers if answer.engine_id))
 
     async def _abort_request(self, request: Request) -> Response:
@@ -258,7 +256,7 @@ class SampleAnswer:
         self.finish, self.preemptions = chunk.finish, chunk.preemptions
 
     def due(self) -> bool:
-        """Says whether to send an event: for the first token, for `interval` more, or for the end."""
+        """Says whether to send an event: for the first token, for `interval` more tokens, or for the end."""
         if self.finish is not None:
             return not self.complete
         return len(self.token_ids) - self.told >= (self.sample.interval if self.told else 1)

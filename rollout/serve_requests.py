@@ -2,7 +2,7 @@
 
 `read_body` reads the JSON of a body, and `requests_of` then reads the prompts with their patches; samples of the body
 can be aborted in between. Samples that differ only in their number and their tokens so far become one request, whose
-prompt is prefilled once. Any error in a body raises `wire.BadRequest`, which names the field.
+prompt is prefilled once. Any error in a body raises `wire.BadRequest`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ def read_body(raw: bytes, vocabulary: int, eos_ids: tuple[int, ...]) -> Body:
 
 
 def _column(content: Json, name: str, n: int, batch: bool) -> Sequence[Any]:
-    """A field's value for each sample. A batch may have one object for all samples."""
     value = content.get(name)
     if not batch or value is None or isinstance(value, dict):
         return [value] * n
@@ -102,7 +101,6 @@ def _column(content: Json, name: str, n: int, batch: bool) -> Sequence[Any]:
 
 
 def _media(field: str, value: Any) -> Json:
-    """The media in a field of a sample. The field must have a single entry."""
     entries = value if isinstance(value, list) else [value]
     if len(entries) != 1:
         raise BadRequest(f"{field}: one entry in our format has all media of a sample")
@@ -119,7 +117,6 @@ def _refuse_wishes(where: str, fields: Json, read: Container[str]) -> None:
 
 
 def _sample(place: int, ids: Any, given: Json, seed: int, vocabulary: int, eos_ids: tuple[int, ...]) -> BodySample:
-    """Reads sample `place` of a body; a sample that names no seed gets `seed`."""
     rid = uuid.uuid4().hex if given["rid"] is None else given["rid"]
     if not isinstance(rid, str) or not rid:
         raise BadRequest("rid must be a string that is not empty")
@@ -132,9 +129,8 @@ def _sample(place: int, ids: Any, given: Json, seed: int, vocabulary: int, eos_i
     params = {name: value for name, value in params.items() if value is not None or name == "max_new_tokens"}
     custom = _object("sampling_params.custom_params", params.get("custom_params"))
     named = custom.get("seed", params.get("sampling_seed"))
-    number = custom.get(
-        "sample", place if named is None else 0
-    )  # without a seed, samples of a prompt must still differ
+    # Without a seed, samples of a prompt must still differ.
+    number = custom.get("sample", place if named is None else 0)
     try:
         as_integer("n", params.get("n", 1), 1, 1)
         begun = as_integer("custom_params.begun", custom.get("begun", 0), 0, len(ids) - 1)
@@ -164,9 +160,10 @@ def _object(name: str, value: Any) -> Json:
 def requests_of(
     body: Body, config: DecoderConfig, processor: Processor, *, shadows: bool
 ) -> list[tuple[GenerateRequest, list[int]]]:
-    """The requests of a body, not checked by the engine yet, each with the indices of its samples in the body. Reads
-    the arrays of media: call it in a thread. With `shadows`, patches may be tickets: the engine fetches the pixels."""
-    sent: dict[str, Json] = {}  # media with patches, by key: of the samples with one medium, only one sends its patches
+    """The requests of a body, not checked by the engine yet, each with the indices of its samples in the body. Call
+    this function in a thread, since it reads the arrays of media. With `shadows`, patches may be tickets, whose pixels
+    the engine fetches."""
+    sent: dict[str, Json] = {}  # media whose patches are sent, by key; several samples may show one medium
     for field, media in (pair for sample in body.samples for pair in sample.media.items()):
         if is_shadow(media.get("patches")) and not shadows:
             raise BadRequest(

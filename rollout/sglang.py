@@ -31,11 +31,11 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": F
 
 
 class ServerError(EngineError):
-    """A server is gone, hangs, or gives a wrong answer: another server may do better."""
+    """A server is gone, hangs, or gives a wrong answer, but another server may do better."""
 
 
 class Refused(EngineError):
-    """A server refuses a request (status 4xx): the request is wrong, and any server would refuse it."""
+    """A server refuses a request (status 4xx): the request is wrong, so that any server would refuse it."""
 
 
 class UnfitRelease(Refused):
@@ -55,11 +55,9 @@ class SampleReply:
 
 
 class ServerClient:
-    """The routes of a server as methods, for one event loop. Call `close` at the end.
-
-    Every request raises ServerError if the server can't be reached, takes too long (`CONTROL` seconds, or `UPDATE` for
-    weights and `ask`) or fails, and Refused if the server refuses it. Both errors name address and route.
-    """
+    """The routes of a server as methods, for one event loop. Call `close` at the end. Every request raises ServerError
+    if the server can't be reached, fails or takes too long (`CONTROL` seconds, or `UPDATE` for weights and `ask`).
+    Requests that the server refuses raise Refused. Both errors name address and route."""
 
     def __init__(self, address: str, *, token: str = "") -> None:
         self.address = address.rstrip("/")
@@ -94,15 +92,15 @@ class ServerClient:
         await self._order("/update_weights_from_disk", body, seconds=UPDATE)
 
     async def begin_weight_update(self) -> None:
-        """Opens an update by `update_from_tensors`; pause the server before. An unfinished update may have changed
-        parts of the weights: the server must not generate."""
+        """Opens an update by `update_from_tensors`; pause the server before. After an unfinished update the server must
+        not generate, since parts of its weights may have changed."""
         await self._order("/begin_weight_update", {"selector": "all"}, seconds=UPDATE)
 
     async def update_from_tensors(
         self, buckets: Sequence[str], version: int | None, form: str = "flattened_bucket"
     ) -> None:
-        """Sends each rank one of `buckets`, in base64: flattened (`weights.torch_buckets`) or, to our own server, of
-        the form `safetensors`. The last call has the version, and drops cached prompts; earlier calls pass None."""
+        """Sends each rank one of `buckets`, in base64: a `flattened_bucket` (`weights.torch_buckets`) or, to
+        `rollout.serve`, `safetensors`. Only the last call has a version; it drops cached prompts."""
         body: Json = {"serialized_named_tensors": list(buckets), "load_format": form, "abort_all_requests": False}
         body |= {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": str(version)}
         encoded = await asyncio.to_thread(_encoded, body)
@@ -130,15 +128,15 @@ class ServerClient:
             raise ServerError(f"{self.address}/weights_checker: answers {str(answer)[:200]}") from None
 
     async def sleep(self) -> None:
-        """Has the server give memory back: weights, which are lost, and cache. Raises EngineError if
-        samples run: SGLang would die."""
+        """Frees the server's memory of weights, which are lost, and cache. Raises EngineError if samples run: SGLang
+        would die."""
         load = await self.load()
         if samples := load["running"] + load["waiting"]:
             raise EngineError(f"{self.address}: can't sleep, {samples:g} samples are running; abort them first")
         await self._order("/release_memory_occupation", {})
 
     async def wake(self) -> None:
-        """Has a sleeping server take memory again; an awake SGLang would die. Weights are arbitrary until an update."""
+        """Wakes a sleeping server; an awake SGLang would die. Weights are arbitrary until an update."""
         await self._order("/resume_memory_occupation", {})
 
     # --- questions ------------------------------------------------------------------------------
@@ -203,10 +201,8 @@ class ServerClient:
     ) -> AsyncGenerator[SampleReply]:
         """Sends a body of `wire.request_body` and fills `replies`, one for each sample in order; yields each reply when
         it ends. When the server begins its answer, empties the body, which may have many pixels, and calls `accepted`.
-
         `version` is the version that the server has now. After a ServerError, `replies` hold the tokens that arrived;
-        in each reply, the first `len(versions)` tokens and their versions are final.
-        """
+        in each reply, the first `len(versions)` tokens and their versions are final."""
         reader = _StreamReader(self.address, replies, body["sampling_params"], vocabulary, version)
         async with self._reach("POST", "/generate", body, None) as response:
             body.clear()
@@ -240,8 +236,8 @@ class ServerClient:
         if self._closed:
             raise ServerError(f"{self.address}{route}: its connections were closed")
         if self._session is None:
-            # Each request has a connection of its own, and their number has no bound: a server may close a reused
-            # connection just when an order goes out on it, and nobody would know whether the order arrived.
+            # Each request has a connection of its own: a server may close a reused connection just when an order goes
+            # out on it, and nobody would know whether the order arrived. The number of connections has no bound.
             connector, heads = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.TraceConfig()
             heads.on_request_headers_sent.append(_head_is_sent)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, trace_configs=[heads])
@@ -321,7 +317,6 @@ class _StreamReader:
         self._same = [True] * len(replies)
 
     def read(self, event: Json) -> SampleReply | None:
-        """Enters one event; returns the reply that it ends, if any."""
         if (error := event.get("error")) is not None:
             said = error if isinstance(error, dict) else {"message": error}
             message = str(said.get("message", said))

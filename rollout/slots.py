@@ -23,10 +23,7 @@ LEAST_IDS = 8  # least columns for stop and forbidden ids; doubled when a reques
 
 
 def doubling(size: int, least: int, most: int | None = None) -> int:
-    """The smallest of `least, 2 least, 4 least, ...` that holds `size`; at most `most`, unless `size` is larger.
-
-    The size depends on nothing that an engine did before, since the last bits of a result depend on the shape.
-    """
+    """The smallest of `least, 2 least, 4 least, ...` that holds `size`; at most `most`, unless `size` is larger."""
     bucket = least
     while bucket < size:
         bucket *= 2
@@ -34,7 +31,7 @@ def doubling(size: int, least: int, most: int | None = None) -> int:
 
 
 def geometric(size: int, least: int) -> int:
-    """The smallest of `least, 1.5 least, 2 least, 3 least, ...` that holds `size`; for 16: 16, 24, 32, 48, 64, ..."""
+    """The smallest of `least, 1.5 least, 2 least, 3 least, ...` that holds `size`."""
     bucket = doubling(size, least)
     if bucket > least and size <= bucket * 3 // 4:
         bucket = bucket * 3 // 4
@@ -47,8 +44,8 @@ def pages_for(tokens: int) -> int:
 
 
 class PagePool:
-    """Counts the holders of `total` pages, numbered from 0. Takes the lowest free pages first: equal histories give
-    equal pages."""
+    """Counts the holders of `total` pages, numbered from 0. Takes the lowest free pages first, so that equal histories
+    give equal pages."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -97,7 +94,7 @@ class SlotSampling:
     forbidden_ids_BI: Int[AnyArray, "B J"]
     seed_B2: UInt32[AnyArray, "B 2"]  # the words of the request's seed, high first
     sample_B: Int[AnyArray, " B"]  # number of the sample in its request
-    # Says whether a slot may have a top-k or top-p. Programs know this flag when they are compiled.
+    # Says whether a slot may have a top-k or top-p. Each value has compiled programs of its own.
     limited: bool = dataclasses.field(default=True, metadata={"static": True})
 
 
@@ -212,7 +209,8 @@ class SlotTable:
 
     def round(self, slots_B: np.ndarray, size: int, steps: int, longest: int) -> DecodeRound:
         """The input of the decode program for a round of `steps` tokens, filled up to `size` rows that do nothing.
-        Shapes depend on `longest`, the most tokens of a round, not on `steps`: one program serves all rounds."""
+        Shapes depend on `longest`, the most tokens of a round, not on `steps`, so that one program serves all
+        rounds."""
         padding = size - len(slots_B)
         tokens_B = self.tokens_N[slots_B]
         cached_B = self.prompt_N[slots_B] + tokens_B - 1  # the last token is the round's first input
@@ -247,7 +245,6 @@ def _trimmed(ids_BI: np.ndarray) -> np.ndarray:
 
 
 def _with_ids(ids_NI: np.ndarray, slots: list[int], ids: tuple[int, ...]) -> np.ndarray:
-    """Writes the ids into the rows of `slots`, in a wider table if necessary; returns the table."""
     width = doubling(len(ids), ids_NI.shape[1])
     if width > ids_NI.shape[1]:  # `np.pad` takes longer than the rest of a start
         ids_NI = np.pad(ids_NI, ((0, 0), (0, width - ids_NI.shape[1])), constant_values=-1)

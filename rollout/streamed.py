@@ -1,12 +1,12 @@
-"""A model whose layers travel from host memory to the device while other layers compute: a judge beside an engine.
+"""A model whose layers travel from host memory to the device while other layers compute.
 
-Flexes (RollPacker, section 4.3) colocates a judge with the actor in this way. The results are those of the model with
+Flexes (RollPacker, section 4.3) places a judge beside the actor in this way. The results are those of the model with
 all its layers on the device. Work goes layer by layer. Between two layers the caller may let other programs have the
 device (`rollout.streamed_judge`).
 
 Flexes changes the number of layers in host memory with the sequence length, but the paper gives no formula. The rule
-here follows from the pipeline: of `L` layers, `S` are streamed, evenly spread, so that `L // S` layers compute while a
-streamed layer travels. Longer rows hide the travel of more layers, and need memory for their activations.
+here follows from the pipeline. Of `L` layers, `S` evenly spread layers are streamed, so that `L // S` layers compute
+while a streamed layer travels.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .turns import LEAST_TOKENS, PrefillBatch, Prefix, plan, text_input
 
 Result = TypeVar("Result")
 Work: TypeAlias = Generator[None, None, Result]  # yields after each layer, when the device has computed it
-BUFFERS = 2  # layers on the device beside the resident ones: the layer that computes and the next one
+BUFFERS = 2  # most streamed layers on the device: the layer that computes and the next one
 
 # A layer: (weights, parts that travel meanwhile, hidden states, number) -> (hidden states, the parts on the device)
 Step: TypeAlias = Callable[[Params | Parts, Parts, jax.Array, int], tuple[jax.Array, Parts]]
@@ -51,11 +51,9 @@ Step: TypeAlias = Callable[[Params | Parts, Parts, jax.Array, int], tuple[jax.Ar
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSpeed:
-    """The operations, bytes of memory and bytes of the link to the host that a device handles in a second.
-
-    The defaults are an H100 SXM's: compute as in the cost model, memory from its data sheet, and 80 % (assumed) of the
-    63 GB/s that PCIe 5.0 x16 has in one direction.
-    """
+    """The operations, bytes of memory and bytes of the link to the host that a device handles in a second. The defaults
+    are an H100 SXM's: compute as in the cost model, memory from its data sheet, and 80 % (assumed) of the 63 GB/s that
+    PCIe 5.0 x16 has in one direction."""
 
     flops: float = LINEAR_UTILISATION * PEAK_FLOPS
     memory_bytes: float = 3.35e12
@@ -79,13 +77,13 @@ class DeviceSpeed:
 class StreamedModel:
     """A text model, or the decoder of a model with vision, on `device` of this process; None: its first device.
 
-    `resident` layers stay on the device. With None, `resident_layers` chooses the number for each batch, by `pace` and
-    the free memory that the device reports; a device without a report (a CPU) counts as large enough. At most
-    `resident` + 2 layers are on the device at once. A batch has at most `batch_tokens` (rows x row length), or a single
-    prompt. `compute_dtype` casts the weights; without it all layers must have one dtype. The host holds the layers
-    once, in pinned memory.
+    `resident` layers stay on the device. If `resident` is None, `resident_layers` chooses the number for each batch, by
+    `pace` and the free memory that the device reports. A device without a report (a CPU) counts as large enough. A
+    batch has at most `batch_tokens` (rows x row length), or a single prompt. `compute_dtype` casts the weights; without
+    it all layers must have one dtype. The host holds the layers once, in pinned memory.
 
-    One batch runs at a time; one thread after another may use the model. Raises EngineError.
+    One batch runs at a time; one thread after another may use the model. Raises EngineError for settings that the model
+    or the device can't have.
     """
 
     def __init__(
@@ -131,7 +129,6 @@ class StreamedModel:
     @staticmethod
     def load(path: str | os.PathLike[str], **settings: Any) -> StreamedModel:
         """The model in a checkpoint folder, loaded through host memory. `settings` are the arguments of the class.
-
         During the call, the host holds the weights twice. Also raises the errors of `models.load`."""
         return StreamedModel(models.load(path, shardings=on_host), **settings)
 
@@ -158,9 +155,8 @@ class StreamedModel:
     def score(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
     ) -> Work[list[tuple[float, ...]]]:
-        """Returns for each prompt the log-probability (nats) of each answer, summed over the answer's tokens.
-
-        All answers to a prompt take one pass: each answer is a branch behind the prompt."""
+        """Returns for each prompt the log-probability (nats) of each answer, summed over the answer's tokens. All
+        answers to a prompt take one pass: each answer is a branch behind the prompt."""
         self.check("prompt", prompts)
         self.check("answer", answers)
         if not answers:
@@ -187,7 +183,6 @@ class StreamedModel:
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int] = ()
     ) -> Work[list[tuple[int, ...]]]:
         """Returns the greedy response to each prompt: the most probable token each time, up to and including a stop id.
-
         Every token takes a pass, which lasts at least as long as the transfers of all streamed layers."""
         self.check("prompt", prompts)
         if max_new_tokens < 1:
@@ -296,7 +291,6 @@ class StreamedModel:
         return x
 
     def _settle(self, rows: int, tokens: int, room: int) -> None:
-        """Brings the layers that are resident for a batch of this size to the device, and frees all other layers."""
         wanted = set(range(self.text.num_layers)) - set(
             streamed_places(self.text.num_layers, self._residents(rows, tokens, room))
         )
@@ -357,9 +351,9 @@ def _projections(text: TextConfig) -> int:
 
 
 def pass_bytes(text: TextConfig, rows: int, tokens: int, room: int, value_bytes: int) -> int:
-    """About the most bytes of device memory of a pass beside the streamed and resident weights, if attention stores no
-    scores: hidden states, one layer's projections, MLP and unpacked weights. With `room` columns for a response, all
-    layers' keys, values and states count, too."""
+    """An estimate of the most bytes of device memory of a pass, beside streamed and resident weights, if attention
+    stores no scores. The estimate counts hidden states, and one layer's projections, MLP and unpacked weights. With
+    `room` columns for a response, all layers' keys, values and states count, too."""
     width = 4 * text.hidden_size + _projections(text) + 3 * text.intermediate_size
     kept, states = 2 * len(text.attention_layers) * text.num_kv_heads * text.head_dim * (tokens + room), 0
     if (heads := text.delta) is not None:
@@ -372,13 +366,10 @@ def pass_bytes(text: TextConfig, rows: int, tokens: int, room: int, value_bytes:
 def resident_layers(
     layers: int, layer_bytes: int, compute_seconds: float, transfer_seconds: float, free_bytes: int | float
 ) -> int:
-    """The number of layers that stay on the device: as few as hide all transfers, but no more than fit `free_bytes`.
-
-    A transfer hides behind `g = ceil(transfer_seconds / compute_seconds)` layers, so that one layer in `g` can be
-    streamed. If `g` is above PARTS, transfers can't be hidden. Then as many layers as fit are resident: each saves its
-    transfer. The number never grows with `compute_seconds`, and never shrinks with `free_bytes`. Raises EngineError if
-    not even the buffers fit.
-    """
+    """The number of layers that stay on the device: as few as hide all transfers, but no more than fit `free_bytes`. A
+    transfer hides behind `g = ceil(transfer_seconds / compute_seconds)` layers, so that one layer in `g` can be
+    streamed. If `g` is above PARTS, transfers can't be hidden. Then as many layers as fit are resident, since each
+    saves its transfer. Raises EngineError if not even the buffers fit."""
     if free_bytes >= layers * layer_bytes:
         most = layers
     else:
@@ -402,10 +393,9 @@ def streamed_places(layers: int, resident: int) -> tuple[int, ...]:
 
 
 def travel(layers: int, streamed: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns, for each layer, (a streamed layer, the numbers of its parts that travel meanwhile).
-
-    A streamed layer travels while the streamed layer before it and all layers between the two compute. The first
-    streamed layer travels from the last one's start to the end of a pass, for the next pass."""
+    """Returns, for each layer, (a streamed layer, the numbers of its parts that travel meanwhile). A streamed layer
+    travels while the streamed layer before it and all layers between the two compute. The first streamed layer travels
+    from the last one's start to the end of a pass, for the next pass."""
     plan: list[tuple[int, tuple[int, ...]]] = [(0, ())] * layers
     for start, following in zip(streamed, [*streamed, layers][1:], strict=True):
         gap = following - start

@@ -1,8 +1,8 @@
 """A layer-streamed judge that shares a device with an engine: its layers compute between the turns (`rollout.turns`).
 
-Flexes (RollPacker, section 4.3) runs judge and actor at once, in two processes under MPS, which divides a GPU's
-multiprocessors. Here judge and engine share a process, whose programs run one after another on a device: the judge gets
-a share of the time, one layer after the other. This judge was not tried on a GPU.
+Flexes (RollPacker, section 4.3) runs judge and actor at once, in two processes that divide a GPU's multiprocessors
+(MPS). Here judge and engine share a process and take turns on the device: the judge gets a share of the time, one layer
+after the other. This judge was not tried on a GPU.
 """
 
 from __future__ import annotations
@@ -35,20 +35,16 @@ def in_loop(turns: Turns, loop: asyncio.AbstractEventLoop) -> Turns:
 
 @dataclasses.dataclass(eq=False)
 class _Asked:
-    """The prompts of one waiting call, and their answers."""
-
     prompts: Sequence[Sequence[int]]
     answers: list | None = None
 
 
 class StreamedJudge:
-    """Answers calls from one event loop by `model`. Waiting calls that differ only in their prompts are computed
-    together: a pass takes as long for one prompt as for a few.
-
-    `turns` runs each layer when the device is free (`JaxEngine.between_turns`); None: at once, in the judge's thread.
-    The judge computes for at most `share` of the time: after a layer of `s` seconds it waits `s * (1 - share) / share`,
-    while the engine has its turns. An engine that waits for the device gets it after one layer at the latest.
-    """
+    """Answers calls from one event loop with `model`. Waiting calls that differ only in their prompts are computed
+    together, since a pass takes as long for one prompt as for a few. `turns` runs each layer when the device is free
+    (`JaxEngine.between_turns`). With None, each layer runs immediately in the judge's thread. The judge computes for at
+    most `share` of the time: after a layer of `s` seconds it waits `s * (1 - share) / share`, while the engine has its
+    turns."""
 
     def __init__(self, model: StreamedModel, turns: Turns | None = None, share: float = 1.0) -> None:
         if not 0 < share <= 1:

@@ -2,8 +2,8 @@
 
 The program that computes a layer also brings parts of a later layer's weights from the host. The compiler therefore
 sees both the transfer and the computation that hides it, and starts the transfer first
-(`tests/rollout/test_streamed_overlap.py` asserts this for an H100's schedule). Parts are flat: XLA has two copies under
-way at a time, and with one array for each weight it waited for nearly all copies before it computed.
+(`tests/rollout/test_streamed_overlap.py` asserts this for an H100's schedule). Parts are flat arrays: XLA has two
+copies under way at a time, and with one array for each weight it waited for nearly all copies before it computed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class LayerKind(NamedTuple):
 class StreamedPrograms:
     """The programs of one architecture. `outer` are the model's weights without the layers (and without a vision
     tower). A `layer` is the weights of a resident layer, or the parts of a streamed layer; its `kind` is one of
-    `kinds`. All parts have the same size, so that a layer's program does not depend on the kind that travels.
-    """
+    `kinds`. All parts have the same size, so that a layer's program does not depend on the kind that travels."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self.walk, self._delta = Walk(), config.text.delta
@@ -112,7 +111,6 @@ class StreamedPrograms:
         kind: str,
     ) -> tuple[Float[Array, "B T D"], Parts, Kept | None]:
         """Computes a layer over packed rows. Returns (hidden states, `upcoming` on the device, what the layer keeps).
-
         The layer keeps keys and values, with `room` free columns behind each row, or the state behind each row's last
         run. If `room` is 0, the layer keeps nothing (None)."""
         attend_rows = packed_attention(segments_BT, branches_BT)

@@ -1,14 +1,13 @@
 """Plans the two kinds of turn on the host; `rollout.device` runs them.
 
 A *start* prefills prompts and responses so far, and gives one token to each sample that has new pages. A *round* gives
-each running sample some tokens. Samples share the computation of their prompt when they start, and when they are
-computed again because the weights changed or they were preempted.
+each running sample some tokens. Samples that start together share the computation of their prompt.
 
 A prompt, or a prompt with its response so far, is computed in chunks if it is longer than `CHUNK_TOKENS`. A chunk is
-written to pages. Later chunks attend to these pages, as do samples that start later than others of their prompt. If a
-prompt has at most `PREFILL_PATCHES` patches, the vision tower computes all of them in the prefill program, and no chunk
-ends before the prompt's last image or video does. A prompt with more patches is cut anywhere, and the tower computes
-groups of frame pairs when chunks need them (`rollout.prompt_pixels`).
+written to pages. Later chunks attend to these pages, and so do samples that start later than other samples of the
+prompt. If a prompt has at most `PREFILL_PATCHES` patches, the prefill program computes all their features. No chunk of
+this prompt then ends before its last image or video ends. A prompt with more patches is cut anywhere, and the tower
+computes groups of frame pairs when chunks need them (`rollout.prompt_pixels`).
 
 If layers have states (`EngineLimits.recurrent`), pages of a prompt are not enough to go on from. A chunk leaves its
 state in the slots of all samples that go on from it. A chunk ends at the prompt's last page boundary before its last
@@ -81,7 +80,7 @@ class Shown(NamedTuple):
 @dataclasses.dataclass(eq=False)
 class PrefillBatch:
     """One call of the prefill program. `places[i][j]` is the place of sample `j` of prefix `i`. The engine fills in
-    `outputs`: keys, values and hidden states on the device. Then it drops `features`."""
+    `outputs`: keys, values and hidden states on the device. Then the engine drops `features`."""
 
     inputs: PackedTokens
     places: list[list[Place]]
@@ -117,9 +116,7 @@ RoundPlan: TypeAlias = tuple[np.ndarray, DecodeRound]  # (slots, input of the de
 
 def plan_starts(scheduler: Scheduler) -> StartPlan:
     """Plans the starts of all samples of this turn: packs prompts whose rows are missing, or computes their next chunk.
-
-    Samples that wait for pages get rows, too, so that a prompt is computed once.
-    """
+    Samples that wait for pages get rows, too, so that a prompt is computed once."""
     jobs = scheduler.starting
     steps: StartPlan = []
     wanted: list[tuple[Prefix, list[RunningSample]]] = []
@@ -173,7 +170,7 @@ def _cut(
             together.append(sample)
     if not together:
         return chunks, alone
-    # At least one token is computed: the next token is sampled from its hidden state.
+    # At least one token is computed, since the next token is sampled from its hidden state.
     skip, slot = min(scheduler.computed(together[0]), fork), together[0].slot
     most = skip + max(CHUNK_TOKENS, media - skip) - P
     begun = sum(scheduler.response_tokens(sample) for sample in together)
@@ -197,10 +194,9 @@ def _last_boundary(prompt: ModelInput) -> int:
 
 
 def _chunk_end(scheduler: Scheduler, sample: RunningSample, media: int) -> int:
-    """The token before which a sample's next chunk ends; 0 if all its tokens fit a start.
-
-    If layers have states, a chunk ends where the samples of a prompt part. If several samples have tokens, such a chunk
-    precedes their start even for a short prompt: without it, the row of each sample would repeat the prompt."""
+    """The token before which a sample's next chunk ends; 0 if all its tokens fit a start. If layers have states, a
+    chunk ends where the samples of a prompt part. If several samples have tokens, such a chunk precedes their start
+    even for a short prompt. Otherwise the row of each sample would repeat the prompt."""
     job = sample.job
     done, fork = scheduler.computed(sample), _last_boundary(job.request.prompt)
     stop = done + max(CHUNK_TOKENS, media - done)
@@ -217,8 +213,8 @@ def by_groups(vision: VisionInput | None) -> bool:
 
 
 def _features(scheduler: Scheduler, job: Job, part: ModelInput, end: int) -> FeatureWork | None:
-    """The features that `part`, which ends before token `end`, needs before its prefill; None if it needs no features,
-    or the prefill computes them itself. The job keeps features as long as later tokens need any."""
+    """The features that `part`, which ends before token `end`, needs before its prefill; None if `part` needs no
+    features, or if the prefill computes them itself. The job keeps features as long as later tokens need any."""
     prompt, shown = job.request.prompt, job.request.prompt.shown[0]
     if not by_groups(prompt.vision) or not len(shown):
         return None
@@ -230,8 +226,8 @@ def _features(scheduler: Scheduler, job: Job, part: ModelInput, end: int) -> Fea
 
 
 def pixels_ahead(scheduler: Scheduler) -> Iterator[ShadowTensor]:
-    """Yields patches to fetch for turns after the planned turn, in about the order of their use: about `AHEAD_PATCHES`
-    patches, and at least one tensor if any prompt needs patches."""
+    """Yields patches to fetch for turns after the planned turn, in about the order of their use. Yields about
+    `AHEAD_PATCHES` patches, and at least one tensor if any prompt needs patches."""
     from .prompt_pixels import AHEAD_PATCHES, PromptFeatures
 
     most = AHEAD_PATCHES
@@ -262,7 +258,7 @@ def _media_end(prompt: ModelInput) -> int:
 
 
 def chunk_tokens(prompt: ModelInput) -> int:
-    """The most tokens that are computed at once from the beginning of a prompt."""
+    """The most tokens of one prefill from the beginning of a prompt."""
     return max(CHUNK_TOKENS, _media_end(prompt))
 
 
@@ -348,7 +344,6 @@ def _writes(scheduler: Scheduler, batch: PrefillBatch, samples: list[RunningSamp
 def _with_states(
     scheduler: Scheduler, writes: PageWrites, samples: list[RunningSample], row_B: np.ndarray
 ) -> PageWrites:
-    """Adds to `writes` the states behind these rows, for the slots of `samples`, if layers have states."""
     limits = scheduler.limits
     if not limits.recurrent:
         return writes
@@ -395,12 +390,10 @@ def _shape(rows: int, longest: int, least_area: int) -> tuple[int, int]:
 def plan(
     prefixes: Sequence[Prefix], limits: EngineLimits, batch_tokens: int, batch_patches: int
 ) -> Iterator[tuple[list[int], PrefillBatch]]:
-    """Packs prefixes, in order, into batches of about `batch_tokens` (rows x row length) and `batch_patches`.
-
-    Yields (indices of the prefixes in a batch, the batch). A row is a prompt and, as far as `limits` allow, its
-    samples' tokens so far, each sample as a branch (`models.inputs.PackedTokens`). A prefix is never divided: a prefix
-    that exceeds a bound has a batch of its own. For a small model, batches are padded to `LEAST_AREA`.
-    """
+    """Packs prefixes, in order, into batches of about `batch_tokens` (rows x row length) and `batch_patches`. Yields
+    (indices of the prefixes in a batch, the batch). A row is a prompt and, as far as `limits` allow, its samples'
+    tokens so far, each sample as a branch (`models.inputs.PackedTokens`). A prefix is never divided: a prefix that
+    exceeds a bound has a batch of its own. For a small model, batches are padded to `LEAST_AREA`."""
     least_area = LEAST_AREA if limits.small_model else 1
     members: list[int] = []
     rows = longest = patches = 0
@@ -470,7 +463,6 @@ def _pack(prefixes: Sequence[Prefix], limits: EngineLimits, least_area: int) -> 
 
 
 def _context(prefixes: Sequence[Prefix], rows: Sequence[int], B: int, limits: EngineLimits) -> Context | None:
-    """The context of each of `B` rows; `rows[i]` rows belong to prefix `i`. None if no prefix has a context."""
     if not any(prefix.context for prefix in prefixes):
         return None
     most = doubling(max(len(prefix.context) for prefix in prefixes), LEAST_CONTEXT // PAGE_TOKENS)

@@ -1,7 +1,8 @@
 """Requests and replies as JSON of SGLang's native `/generate`, both ways: servers read the bodies that clients write.
 
 The samples of a request travel together as a batch. Sample `i` of the batch has its own prompt and prefix as
-`input_ids`, its own `rid`, and in `custom_params` the seed and number by which `rollout.serve` samples its tokens.
+`input_ids`, and its own `rid`. Its `custom_params` have the seed and number by which `rollout.serve` samples its
+tokens.
 
 Media travel as the patches, grids and rotary positions that the trainer computes on. Patches are in raster order, as in
 Hugging Face's processors; prompts have expanded placeholders. `rollout.serve` reads this format (`FORMAT`), and so does
@@ -30,12 +31,12 @@ from .engine import EngineError, FinishReason, GenerateRequest, SamplingParams
 from .requests import as_integer, as_number
 
 Json: TypeAlias = dict[str, Any]
-FORMAT = "data:application/x-fluxjax+json,"  # SGLang takes strings; without our extension it says that this is no image
+FORMAT = "data:application/x-fluxjax+json,"  # the prefix of our media; SGLang needs our extension for it
 SERVE_VERSION = "fluxjax"  # `version` of `rollout.serve` in /server_info, where SGLang states its release
 ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: spreads consecutive seeds
 NEVER = -1e30  # the bias of forbidden tokens; JSON has no infinity
 DTYPES = ("float32", "int32")
-MOST_GRID = 1 << 16  # patches on a side, or frame pairs; the product of three does not overflow
+MOST_GRID = 1 << 16  # bound of each side of a grid, so that the product of three sides does not overflow
 SHADOW = "shadow"  # key of `patches`: {"dtype", "shape", "rows": [[ticket, start, stop], or an array of values, ...]}
 FIELDS = {"image_data": "image_token_id", "video_data": "video_token_id"}
 
@@ -45,9 +46,8 @@ FIELDS = {"image_data": "image_token_id", "video_data": "video_token_id"}
 
 def request_body(request: GenerateRequest, rids: Mapping[int, str], config: DecoderConfig, *, interval: int) -> Json:
     """The body of `POST /generate` for the samples that are keys of `rids`, with an event each `interval` tokens.
-
-    `rollout.requests.checked` must have returned `request`. Raises EngineError for media that the format can't express.
-    """
+    `rollout.requests.checked` must have returned `request`. Raises EngineError for media that the format can't
+    express."""
     prompt, samples = request.prompt, list(rids)
     prefixes = [request.prefix_ids[i] if request.prefix_ids else () for i in samples]
     ids = prompt.token_ids_T.tolist()
@@ -84,7 +84,7 @@ def _sampling_json(request: GenerateRequest, sample: int, begun: int, interval: 
         "logit_bias": {str(id): NEVER for id in sampling.forbidden_ids} or None,
         "stream_interval": interval,
         "skip_special_tokens": False,
-        # SGLang samples by this seed alone, or by no seed: the samples of a prompt must have different seeds.
+        # SGLang samples by this seed alone, or by no seed. The samples of a prompt must have different seeds.
         "sampling_seed": _signed(request.seed * ODD + number),
         "custom_params": {"seed": _signed(request.seed), "sample": number, "begun": begun},
     }
@@ -206,7 +206,7 @@ def array_json(array: np.ndarray) -> Json:
 
 
 def shadow_json(tensor: ShadowTensor) -> Json:
-    """The JSON of a shadow tensor: where each row of the patches can be fetched."""
+    """The JSON of a shadow tensor, which says where each row of the patches can be fetched."""
     rows = [
         [piece.ticket, piece.start, piece.stop] if isinstance(piece, Rows) else array_json(piece)
         for piece in tensor.pieces
@@ -319,9 +319,9 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
 
 
 def sampling_of(params: Json, begun: int) -> SamplingParams:
-    """`sampling_params` of a body, with SGLang's defaults; `begun`, the tokens of the prefix, count for
-    `max_new_tokens`. Raises ValueError, naming the field, for settings that an embedded engine lacks, and for wrong
-    types; `requests.checked_sampling` checks the values."""
+    """`sampling_params` of a body, with SGLang's defaults. The `begun` tokens of the prefix count for `max_new_tokens`.
+    Raises ValueError, naming the field, for settings that an embedded engine lacks, and for wrong types;
+    `requests.checked_sampling` checks the values."""
     bias = params.get("logit_bias") or {}
     if not isinstance(bias, dict) or not all(id.isdecimal() and len(id) < 10 for id in bias):
         raise ValueError("logit_bias must have a value for each of some token ids")

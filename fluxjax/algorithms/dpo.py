@@ -3,8 +3,8 @@
     -log sigmoid(beta (d(chosen) - d(rejected))),     d(o) = log policy(o) / reference(o), a sum over tokens
 
 (equation 7), averaged over pairs. `kl_coefficient` is beta: the weight of the KL divergence in the objective that the
-paper starts from (equation 3). A group's response with the highest reward is chosen, its response with the lowest
-reward is rejected (the first of several equals); a group of equal rewards has no pair. The responses are sampled from
+paper starts from (equation 3). A group's response with the highest reward is chosen, and its response with the lowest
+reward is rejected (the first of several equals). A group of equal rewards has no pair. The responses are sampled from
 the current policy, as in online DPO (Guo et al., OAIF, arXiv:2402.04792), with the reward in the judge's role.
 
 The gradient is `-beta sigmoid(-z) (grad log policy(chosen) - grad log policy(rejected))` (equation 8), with
@@ -84,6 +84,5 @@ class DPO(RLAlgorithm):
 
 
 def _pair(group: Group) -> tuple[Key, Key] | None:
-    """Returns the keys of the chosen and the rejected response of a group with advantages; None without a pair."""
     keys = {s.advantage: (s.response.draw, s.response.sample) for s in group.samples}
     return (keys[1.0], keys[-1.0]) if 1.0 in keys and -1.0 in keys else None

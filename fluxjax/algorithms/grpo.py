@@ -104,5 +104,5 @@ class GRPO(RLAlgorithm):
         return token_loss(logprobs_BT, entropies_BT, batch, cfg)
 
     def idle_without_advantage(self, cfg: AlgorithmConfig) -> bool:
-        """Says whether KL and entropy have no weight: the rest of the loss is proportional to the advantage."""
+        """Says whether KL and entropy have no weight, since the rest of the loss is proportional to the advantage."""
         return not (cfg.kl_coefficient or cfg.entropy_coefficient)

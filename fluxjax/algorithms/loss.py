@@ -1,8 +1,9 @@
 """The terms of policy losses, and the weights that turn token losses into a step's mean.
 
-One term corrects for every difference between the policy that generated a token and the policy in training. Stale
-weights, responses whose segments come from several versions, replay and an engine that rounds differently have one
-form: tokens that a behaviour policy sampled, each with a weight version. So each token has a weight (Flux, component 3)
+One term corrects for every difference between the policy that generated a token and the policy in training. Such
+differences come from stale weights, segments of several versions, replay, and an engine that rounds differently. They
+all have one form: tokens that a behaviour policy sampled, each with a weight version. So each token has a weight (Flux,
+component 3)
 
     w = C(proximal / behaviour) * decay**lag
 
@@ -73,10 +74,8 @@ def normaliser(lengths: np.ndarray, aggregation: LossAggregation, max_new_tokens
 
 
 def masked(values_BT: Float[Array, "B T"], trained_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """Sets the value of a token that is not trained on to zero, with zero gradient.
-
-    Call this function *before* any exponential: log-probs at untrained tokens are arbitrary, and `inf * 0` is NaN.
-    """
+    """Sets the value of a token that is not trained on to zero, with zero gradient. Call this function *before* any
+    exponential: log-probs at untrained tokens are arbitrary, and `inf * 0` is NaN."""
     return jnp.where(trained_BT, values_BT, 0.0)
 
 
@@ -84,10 +83,8 @@ def clipped_surrogate(
     ratio_BT: Float[Array, "B T"], advantages_BT: Float[Array, "B T"], clip_low: float, clip_high: float
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Returns PPO's pessimistic objective `min(r A, clip(r, 1 - low, 1 + high) A)` (arXiv:1707.06347, equation 7).
-
-    Different bounds are DAPO's clip-higher (arXiv:2503.14476, equation 8). Also returns, for each token, 1.0 if a
-    bound cuts the gradient off, else 0.0.
-    """
+    Different bounds are DAPO's clip-higher (arXiv:2503.14476, equation 8). Also returns, for each token, 1.0 if a bound
+    cuts the gradient off, else 0.0."""
     clipped_BT = jnp.clip(ratio_BT, 1.0 - clip_low, 1.0 + clip_high)
     objective_BT = jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     above = (advantages_BT > 0.0) & (ratio_BT > 1.0 + clip_high)
@@ -99,22 +96,17 @@ def dual_clipped(
     objective_BT: Float[Array, "B T"], ratio_BT: Float[Array, "B T"], advantages_BT: Float[Array, "B T"], bound: float
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Returns `max(objective, c A)` where A < 0 (Ye et al., arXiv:1912.09729, equation 5). PPO's minimum has no lower
-    bound: one stale token with a negative advantage and a large ratio could outweigh a step.
-
-    Also returns, for each token, 1.0 if `c` (`bound`, above 1) cuts the gradient off, else 0.0.
-    """
+    bound: one stale token with a negative advantage and a large ratio could outweigh a step. Also returns, for each
+    token, 1.0 if `c` (`bound`, above 1) cuts the gradient off, else 0.0."""
     beyond_BT = (advantages_BT < 0.0) & (ratio_BT > bound)
     return jnp.where(beyond_BT, bound * advantages_BT, objective_BT), beyond_BT.astype(ratio_BT.dtype)
 
 
 def kl_estimate(log_ratio: Any, estimator: KlEstimator) -> Any:
     """Estimates, in numpy or JAX arrays, KL(p || q) for tokens sampled from p; `log_ratio` is `d = log q - log p`
-    (Schulman, "Approximating KL Divergence", 2020).
-
-    k1 = -d: unbiased, of either sign, and for rewards: as a loss, its mean gradient is 0. k2 = d**2 / 2:
-    biased, but as a loss its gradient is that of KL(p || q), on-policy. k3 = exp(d) - d - 1: unbiased and never
-    negative (GRPO's equation 4 has q = reference).
-    """
+    (Schulman, "Approximating KL Divergence", 2020). k1 = -d is unbiased and of either sign. It is for rewards only: as
+    a loss, its mean gradient is 0. k2 = d**2 / 2 is biased, but as a loss its gradient is that of KL(p || q),
+    on-policy. k3 = exp(d) - d - 1 is unbiased and never negative (in GRPO's equation 4, q is the reference)."""
     if estimator is KlEstimator.K1:
         return -log_ratio
     if estimator is KlEstimator.K2:
@@ -151,7 +143,6 @@ def regularised(
 
 def log_ratio(policy: Any, behaviour: Any) -> Any:
     """Returns `log(policy / behaviour)` of numpy or JAX log-probs, cut to +-20 nats; the gradient beyond is 0.
-
     Infinities and NaN stay: they are faults, and the learner skips a step that has them."""
     difference = policy - behaviour
     xp = difference.__array_namespace__()
@@ -160,10 +151,8 @@ def log_ratio(policy: Any, behaviour: Any) -> Any:
 
 def log_weight(ratio: Any, lag: Any, cfg: ImportanceConfig) -> tuple[Any, Any]:
     """Returns (log w, whether C changed the ratio) for numpy or JAX arrays, by the formula in the head of this file.
-
     `ratio` is `log(proximal / behaviour)` in nats, of tokens or responses; a `lag` of -1 counts as 0. A masked token
-    has the log-weight `-inf`.
-    """
+    has the log-weight `-inf`."""
     xp = ratio.__array_namespace__()
     changed = xp.zeros_like(ratio, dtype=bool)
     corrected, (low, high) = ratio, cfg.bounds
@@ -191,10 +180,8 @@ def correction(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Returns the differentiable log(policy / centre) and the constant weight of a clipped objective. The centre is the
     proximal policy if `decoupled`, else the behaviour policy. Tokens that are not trained on have 0 in both results.
-
     `logprobs_BT` are the policy's. At the level of sequences, `fluxjax.learner.loss_inputs.with_importance` must have
-    filled in `batch.response_log_ratios_BT`.
-    """
+    filled in `batch.response_log_ratios_BT`."""
     trained_BT = batch.loss_weights_BT != 0.0
     proximal_BT = proximal(logprobs_BT, batch)
     corrected_BT = _corrected(proximal_BT, batch, cfg)

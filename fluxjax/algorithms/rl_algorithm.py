@@ -39,30 +39,28 @@ class RLAlgorithm:
     critic = False  # True: `advantages` returns the reward of a response's last token (`fluxjax.algorithms.ppo`)
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        """Returns the groups with `Sample.advantage` filled in, which depends on rewards only."""
+        """Returns the groups with `Sample.advantage` filled in."""
         raise NotImplementedError
 
     def token_loss(
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
     ) -> LossAndMetrics:
-        """Returns the loss of each token, and named per-token metrics. The values of tokens whose loss weight
-        is 0 are ignored.
-
-        A metric of the step is the mean of its values over the trained tokens (`loss_weights_BT != 0`). The learner
-        adds the metrics of all algorithms: entropy, and the gap between the engine's log-probs and the trainer's.
-        """
+        """Returns the loss of each token, and named per-token metrics. The values of tokens whose loss weight is 0 are
+        ignored. A metric of the step is the mean of its values over the trained tokens (`loss_weights_BT != 0`). The
+        learner adds the metrics of all algorithms: entropy, and the gap between the engine's log-probs and the
+        trainer's."""
         raise NotImplementedError
 
     def couple(
         self, groups: Sequence[Group], log_ratios: Mapping[Key, float], cfg: AlgorithmConfig
     ) -> tuple[Mapping[Key, float], Mapping[str, float]]:
-        """Returns the derivatives of a `coupled` algorithm's loss, for an optimizer step, with respect to the
-        log-probability of each response; and metrics, among them `loss`, the value of the loss.
+        """Returns (the derivatives of a `coupled` algorithm's loss by the log-probability of each response, metrics),
+        for an optimizer step. The metric `loss` is the value of the loss.
 
         `groups` have the advantages that `advantages` gave them. `log_ratios` are `log(policy / reference)` in nats,
-        summed over the tokens of a response. Responses without a token are omitted, and responses with the advantage 0
-        whose group has other advantages. The advantages that `token_loss` gets are the derivatives, negated and divided
-        by the loss weights.
+        summed over the tokens of a response. `log_ratios` lack responses without a token, and responses with the
+        advantage 0 in groups that have other advantages. The advantages that `token_loss` gets are the derivatives,
+        negated and divided by the loss weights.
         """
         raise NotImplementedError
 

@@ -35,7 +35,8 @@ FORMS = ("{}", "\\boxed{{{}}}", "<answer>{}</answer>", "<think></think><answer>\
 
 
 async def installation(config: Config | None, samples: int) -> AsyncIterator[Finding]:
-    """Yields the findings of this machine, and one for each source of a configuration. Raises what `inspected` does."""
+    """Yields the findings of this machine, and one for each source of a configuration. Raises what `inspected`
+    raises."""
     driver, device = _driver(), jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
     blind = driver and on_cpu and os.environ.get("JAX_PLATFORMS") != "cpu"
@@ -77,7 +78,7 @@ def _driver() -> str:
 
 
 def _driver_and_cuda(driver: str) -> Finding:
-    """Says whether JAX has a plugin for a CUDA version that the driver supports, in the version of jaxlib."""
+    """Says whether JAX has a plugin, in jaxlib's version, for a CUDA version that the driver supports."""
     versions: dict[str, str] = {}
     for package in ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -121,8 +122,8 @@ async def inspected(config: Config, samples: int) -> AsyncIterator[tuple[str, So
 
 
 async def _trouble(scorer: Scorer, prompt: Prompt) -> str:
-    """Returns what is wrong with a prompt's rewards, or "": a reward fails, an empty answer is correct, or the
-    reference answer is correct in none of `FORMS`."""
+    """Returns what is wrong with a prompt's rewards, or "". A reward may fail, an empty answer may be correct, or the
+    reference answer may be correct in none of `FORMS`."""
     empty, *given = [await scorer.score_text(prompt, form.format(prompt.answer)) for form in ("", *FORMS)]
     if reasons := [reward.reason for reward in (empty, *given) if reward.reason]:
         return reasons[0]

@@ -1,8 +1,9 @@
 """Compares a server with the trainer on probes, in the order of cause.
 
 The server tokenises texts and chats, states checksums of its weights, and samples answers. The trainer computes the
-log-probs of the answers again. If they differ for a probe, the trainer also computes log-probs of suspects: a suspect
-is the request that a server with a certain fault would compute. A suspect with about the server's log-probs is named.
+log-probs of the answers again. If log-probs differ for a probe, the trainer also computes log-probs of suspects: a
+suspect is the request that a server with a certain fault would compute. A suspect with about the server's log-probs is
+named.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class ServerComparison:
 
     async def _located(self, unexplained: Finding, probe: Probe, dumps: TensorDumps) -> Finding:
         """Compares hidden states behind each decoder layer. Returns a finding with the name of the first layer that
-        differs, or with the name of `unexplained` if no layer differs, or if layer 0 differs behind a tower."""
+        differs. If no layer differs, or layer 0 differs behind a tower, the finding has the name of `unexplained`."""
         ours = [state_TD for part, state_TD in our_parts(self._trainer.model, probe.inputs).items() if "layer" in part]
         earlier = dumps.passes()
         try:
@@ -244,12 +245,11 @@ def _differs(part: str, detail: str) -> Finding:
 
 
 def _relative(ours_TD: np.ndarray, theirs_TD: np.ndarray) -> float:
-    """Returns the norm of the difference of two hidden states, divided by the norm of ours; the mean over tokens."""
+    """Returns the norm of the difference of two hidden states over the norm of ours, as a mean over tokens."""
     return float(np.mean(np.linalg.norm(ours_TD - theirs_TD, axis=-1) / np.linalg.norm(ours_TD, axis=-1)))
 
 
 def _message(probe: Probe) -> dict[str, Any]:
-    """Returns the probe as a user's message of OpenAI's API."""
     content = [
         {"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}}
         for kind, data in probe.media

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 
 def engine_count(config: Config, devices: Sequence[Any], processes: int = 1) -> int:
-    """Returns the number of engines of a run whose processes have these devices each: as configured; else one for each
-    server, one for each process on CPUs, or as many as the accelerators make (at least one a process)."""
+    """Returns the number of engines of a run whose processes have these devices each. If the configuration gives no
+    number, there is one engine for each server. Without servers, there is one for each process on CPUs, or as many as
+    the accelerators make (at least one a process)."""
     if config.rollout.engines:
         return config.rollout.engines
     if config.rollout.engine is not RolloutEngine.JAX:
@@ -43,11 +44,10 @@ def engine_count(config: Config, devices: Sequence[Any], processes: int = 1) -> 
 
 class EnginePool:
     """The embedded engines. `set_parallelism` changes the list `engines` in place; its first engine stays the same.
-
     Engines of one device may share devices; engines of several devices do not. `model` and `fetch`: see `JaxEngine`.
-    Raises `ConfigError` if there are too few devices, if the devices that engines lend to training could not hold the
-    rows of training, for `adaptive_async` with engines of several devices, and for a profile of another model.
-    """
+    Raises `ConfigError` if there are too few devices, or if the devices that engines lend to training could not hold
+    the rows of training. Raises this error also for `adaptive_async` with engines of several devices, and for a profile
+    of another model."""
 
     def __init__(self, config: Config, model: Decoder, *, fetch: Fetch | None = None) -> None:
         devices = jax.local_devices()
@@ -59,7 +59,7 @@ class EnginePool:
                 f"are {len(devices)}"
             )
         if parallelism.degree > 1 and isinstance(config.policy, AdaptiveAsyncConfig):
-            # Two programs may start in a different order on each of several devices that they share: a deadlock.
+            # Two programs may start in different orders on several devices that they share, which would be a deadlock.
             raise ConfigError(
                 f"parallelism.degree is {parallelism.degree}, but adaptive_async trains on the devices of its engines "
                 "while they generate, where only engines of one device can; set it to 1"

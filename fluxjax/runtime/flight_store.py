@@ -105,7 +105,7 @@ class FlightStore(Places):
         return self._looks[ref]
 
     def _questions(self, parts: Sequence[_Part], avoid: Sequence[PlaceSeat]) -> list[_Question]:
-        """Returns questions that together ask for these parts. Waits until there is a place."""
+        """Waits until there is a place."""
         questions: list[_Question] = []
         newest: dict[FlightPlace, tuple[_Question, int]] = {}  # the last question to each place, and its bytes
         for part in parts:
@@ -122,7 +122,6 @@ class FlightStore(Places):
     # Without the lock:
 
     def _look_on(self) -> None:
-        """Looks at one medium after another, until no open look is left."""
         while True:
             with self.lock:
                 if not self._unasked:
@@ -179,7 +178,6 @@ class FlightStore(Places):
         return arrived
 
     def _given(self, question: _Question, lost: Sequence[PlaceSeat]) -> dict[int, np.ndarray]:
-        """Returns the patches of a question's parts, by number. If the place is lost, other places are asked."""
         seat, link, parts = question
         try:
             with self.asking(seat, link, len(parts)) as seconds:

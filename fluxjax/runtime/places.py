@@ -1,5 +1,5 @@
-"""Keeps connections with preprocessors, called places: chooses a place for each medium, gives up connections that
-fail, and asks places for their statistics."""
+"""Keeps connections with preprocessors, called places: chooses a place for each medium, gives up connections that fail,
+and asks places for their statistics."""
 
 from __future__ import annotations
 
@@ -201,8 +201,8 @@ class Places:
         return True
 
     def check(self) -> None:
-        """Raises DataError if no work can go on: the store is closed or has failed, a place refuses this client, or no
-        place was connected for more than `patience` seconds."""
+        """Raises DataError if the store is closed or has failed, if a place refuses this client, or if no place was
+        connected for more than `patience` seconds."""
         if self._closed:
             raise DataError("the media store is closed")
         if self._failure:
@@ -221,7 +221,7 @@ class Places:
 
     def choose(self, ref: MediaRef, avoid: Sequence[PlaceSeat] = ()) -> tuple[PlaceSeat, FlightPlace]:
         """Returns the place to ask for a medium, with its connection, and counts the question. Waits until a place is
-        connected. Only the places that are least often in `avoid` are chosen from. Raises what `check` raises."""
+        connected. Chooses among the places that are least often in `avoid`. Raises what `check` raises."""
         while True:
             self.check()
             there = [seat for seat in self.seats.values() if seat.link is not None]
@@ -251,9 +251,8 @@ class Places:
 
     @contextlib.contextmanager
     def asking(self, seat: PlaceSeat, link: FlightPlace, count: int) -> Iterator[float]:
-        """Waits until a place has room for a question about `count` media or ranges, yields the seconds that the place
-        may take, and counts the question as open until the block ends. Gives up the connection of a place that fails.
-        """
+        """Waits until a place has room for a question about `count` media or ranges, then yields the seconds that the
+        place may take. Counts the question as open until the block ends. Gives up a connection that fails."""
         given = 0
         try:
             with self.lock:
@@ -286,7 +285,6 @@ class Places:
                 seat.changed.notify_all()
 
     def _keep(self, seat: PlaceSeat) -> None:
-        """Keeps a connection with a place, and asks for its statistics."""
         pause = _SHORTEST_PAUSE
         while True:
             with self.lock:
@@ -334,7 +332,6 @@ class Places:
             self._settled.notify_all()
 
     def _said(self, link: FlightPlace) -> StoreStats | None:
-        """Returns the statistics of a place; None if it does not answer."""
         try:
             said = link.stats(_STATS_SECONDS)
             return StoreStats(**{field.name: said.get(field.name, 0) for field in dataclasses.fields(StoreStats)})

@@ -21,7 +21,7 @@ class Trainer(Protocol):
         ...
 
     def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> TrainedStep:
-        """Makes a training step over these groups and the groups that `accumulate` had; `prepared` has each group's
+        """Makes a training step over these groups and the groups that `accumulate` got; `prepared` has each group's
         prompt, by draw. Returns all groups of the step, ordered by draw, and metrics."""
         ...
 
@@ -32,8 +32,8 @@ class Trainer(Protocol):
         prepared: Mapping[int, PreparedPrompt],
         engines: Sequence[int] = (),
     ) -> None:
-        """Computes gradients of some groups of the step that `train` will end, on the devices of these engines, which
-        sleep meanwhile; without engines, on the trainer's devices. Changes no weights."""
+        """Computes gradients of some groups of the step that `train` will end. Uses the devices of these engines, which
+        sleep meanwhile, or without engines the trainer's devices. Changes no weights."""
         ...
 
     def weights(self) -> Mapping[str, Any]:

@@ -62,8 +62,8 @@ class Preprocessors:
     `preprocessor-K.log` in `folder`. `addresses` has their addresses by name; `token` gives access to them.
 
     Blocks until all listen on `host`. Raises DataError, with the end of a log, if a process ends before that or does
-    not listen after `start_seconds`. A process that dies later is started again. If one dies more than `restarts` times
-    in a row, each time within `steady_seconds`, `Places.fail` is called, which ends the run.
+    not listen after `start_seconds`. A process that dies later is started again. `Places.fail` ends the run if a
+    process dies more than `restarts` times in a row, each time within `steady_seconds`.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Preprocessors:
                 process.send(signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends all preprocessors. Blocks for at most 3 seconds a preprocessor that ignores SIGTERM."""
+        """Ends all preprocessors. Blocks for at most 3 seconds for each preprocessor that ignores SIGTERM."""
         self._closing.set()
         self._thread.join()
 

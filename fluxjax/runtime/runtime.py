@@ -27,13 +27,13 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(eq=False)
 class Runtime:
-    """Carries out one run: `await Runtime(...).run()`. The caller closes engines, files and threads of its own."""
+    """Carries out one run: `await Runtime(...).run()`. The caller closes its own engines, files and threads."""
 
     coordinator: Coordinator
     _: dataclasses.KW_ONLY
     engines: Sequence[Engine]
-    # (count) -> the next prompts, in draw order, and the prompts that could not be prepared, with reasons. Both
-    # together are `count` prompts; at the end of the data fewer.
+    # (count) -> the next prompts, in draw order, and the prompts that could not be prepared, with reasons. Together
+    # these are `count` prompts, or fewer at the end of the data.
     draw: Callable[[int], Awaitable[tuple[Sequence[PreparedPrompt], Sequence[tuple[Prompt, str]]]]]
     score: Callable[[Prompt, Response], Awaitable[Reward]]  # handles rewards that crash or hang
     trainer: Trainer
@@ -101,8 +101,8 @@ class Runtime:
 
     async def _serve(self) -> None:
         """Carries out every instruction in a task of its own. Tasks begin in the order of their instructions, and
-        before the next event is handled: up to its first wait, a task sees the state in which the coordinator gave the
-        instruction."""
+        before the next event is handled. Up to its first wait, a task therefore sees the state in which the coordinator
+        gave the instruction."""
         while self.coordinator.finished is None:
             event = await self._events.get()
             for heard in [self._time(), event] if self.tick else [event]:
@@ -144,7 +144,6 @@ class Runtime:
 
     @property
     def _step(self) -> int:
-        """The number of the step under way."""
         return self.coordinator.step + 1
 
     @_carry_out.of(messages.DrawPrompts)
@@ -171,7 +170,6 @@ class Runtime:
             await on_all(engines, lambda engine: engine.resume())
 
     async def _stream(self, engine: Engine, prepared: PreparedPrompt, order: messages.Request, step: int) -> None:
-        """Generates for one prompt; each response is reported as it ends."""
         try:
             with self.timeline.span("rollout", f"engine {order.engine}", step):
                 await self._collect(engine, self._request(prepared, order), order)
@@ -267,7 +265,6 @@ class Runtime:
         self._asleep.update(numbers)
 
     async def _make_room(self) -> None:
-        """Puts colocated engines to sleep, so that the trainer has the memory of its devices."""
         if self.colocated:
             with self.timeline.span("sync", "engines", self._step):
                 await self._rest(range(len(self.engines)))
@@ -299,11 +296,10 @@ class Runtime:
         self._post(messages.Trained(version, metrics))
 
     def _taken(self, groups: Sequence[Group]) -> Mapping[int, PreparedPrompt]:
-        """Takes the prompts of these groups out of the prompts in flight, by draw."""
         return {group.prompt.draw: self._prepared.pop(group.prompt.draw) for group in groups}
 
     def _forget_before(self, version: int) -> None:
-        """Forgets weights that are older than `version`: each version takes as much memory as the model."""
+        """Forgets weights that are older than `version`, since each version takes as much memory as the model."""
         self._weights = {v: weights for v, weights in self._weights.items() if v >= version}
 
     def _newest_weights(self) -> tuple[int, Mapping[str, Any]]:
@@ -344,7 +340,6 @@ class Runtime:
         self._post(messages.WeightsPublished(order.version))
 
     async def _tell_steps(self) -> None:
-        """Tells the observers of steps that are trained and published."""
         for start, end in [span for span in compilations().spans if span[1] > self._compiled]:
             self.timeline.add(Span("compile", "compiler", start, end, self.coordinator.step))
             self._compiled = end
@@ -384,7 +379,8 @@ class Runtime:
     # --- ways to work ---------------------------------------------------------------------------
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        """Runs `work` in the trainer's thread. When cancelled, waits until `work` ends: no work outlives the run."""
+        """Runs `work` in the trainer's thread. When cancelled, waits until `work` ends, so that no work outlives the
+        run."""
         job = self._thread.submit(work, *args)
         future = asyncio.wrap_future(job)
         try:

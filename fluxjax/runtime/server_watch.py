@@ -29,8 +29,6 @@ _REASON_CHARACTERS = 300
 
 @dataclasses.dataclass
 class _SeenServer:
-    """A server as it was at the last look."""
-
     since: float  # when it was lost, or first seen
     up: bool = False
     was_up: bool = False  # whether it was ever up
@@ -39,9 +37,8 @@ class _SeenServer:
 
 
 class ServerWatch:
-    """Looks at servers in a thread of its own, from `start` to `stop`, whatever the run is busy with. `members`, called
-    before each look, has servers join and leave, and returns a line for each failure. Times are on the clock of the
-    timeline."""
+    """Looks at servers in a thread of its own, from `start` to `stop`. `members`, called before each look, has servers
+    join and leave, and returns a line for each failure. Times are on the clock of the timeline."""
 
     def __init__(
         self, servers: Callable[[], Sequence[ServerStatus]], members: Callable[[], Sequence[str]] = tuple
@@ -124,9 +121,8 @@ def first_line(reason: str) -> str:
 def server_lanes(
     spans: Sequence[Span], busy: Mapping[str, Sequence[tuple[float, float]]], down: Sequence[Span]
 ) -> list[Span]:
-    """Returns the spans with a lane for each server instead of each engine: a request may move between servers unseen
-    by its engine. `busy` has the times when each server ran samples; times within a rollout belong to its step.
-    """
+    """Returns the spans with a lane for each server instead of each engine, since a request may move between servers.
+    `busy` has the times when each server ran samples; within the span of a rollout, these belong to the span's step."""
     if not spans:
         return []
     lanes = Timeline(keep_steps=len(spans))  # joins spans that overlap
@@ -198,7 +194,6 @@ class ServerFile:
         return complaints
 
     def _read(self, text: str) -> tuple[Mapping[str, str], list[str]]:
-        """Returns the address of each server's agent, by the server's address, and a complaint for each bad line."""
         wanted: dict[str, str] = {}
         complaints: list[str] = []
         for number, line in enumerate(text.splitlines(), start=1):

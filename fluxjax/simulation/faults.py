@@ -1,5 +1,5 @@
-"""Random numbers as functions of names (seed, kind, draw, attempt, sample), whatever the order of calls; and faults
-that such numbers cause: crashes, slow engines, lost, doubled and late replies, slow syncs, rewards that hang.
+"""Random numbers as functions of names (seed, kind, draw, attempt, sample), and the faults that they cause: crashes,
+slow engines, lost, doubled and late replies, slow syncs, rewards that hang.
 
 Runs of different scheduling policies meet the same faults for the same engines, responses and versions.
 """

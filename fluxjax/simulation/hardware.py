@@ -2,10 +2,9 @@
 
 A time is bytes read or FLOPs, divided by a data sheet's rates. Overheads and utilisations are constants below, some
 fitted to Flexes' figures for H800 clusters. Flexes' Table 1 gives the shares of the stages of a synchronous step,
-14B/16k on 32 GPUs, for three tasks. Rewards of code are 13 % of the step. They end with the sandbox's time-out of 30 s,
-which 5 % of the responses hit (figure 7a), so that a step takes about 230 s. Table 3 gives 124.2 s for a long round
-(`docs/policies.md`), 7B/8k on 16 GPUs, math, with rewards hidden by rollouts. `tests/simulation/test_calibration.py`
-compares the model with these figures.
+14B/16k on 32 GPUs, for three tasks. Such a step takes about 230 s: rewards of code are 13 % of it, and end with the
+sandbox's time-out of 30 s, which 5 % of the responses hit (figure 7a). Table 3 gives 124.2 s for a long round
+(`docs/policies.md`), 7B/8k on 16 GPUs, math, with rewards hidden by rollouts.
 
 Attention's own FLOPs are left out: at the mean length of a response they are 3 % of the weights' FLOPs.
 """
@@ -55,8 +54,8 @@ def parameters(model: ModelSizes) -> float:
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """The seconds of one model's stages on one cluster. `utilisation` is the used share of FLOP/s in training. A GPU
-    computes and reads memory `scale` times as fast as an H800. Training's time is one GPU's, divided by the number of
-    GPUs: more GPUs are as efficient."""
+    computes and reads memory `scale` times as fast as an H800. The seconds of training are those of one GPU, divided by
+    the number of GPUs."""
 
     model: ModelSizes
     utilisation: float = TRAIN_UTILISATION
@@ -68,8 +67,9 @@ class Hardware:
     # --- engines of `degree` GPUs -----------------------------------------------------------------------
 
     def step_seconds(self, batch: int, degree: int) -> float:
-        """Returns the seconds of a decode step of `batch` > 0 samples, without reading the cache: the longer of reading
-        the weights and computing, plus two all-reduces a layer, plus the engine's own overhead."""
+        """Returns the seconds of a decode step of `batch` > 0 samples, without reading the cache. The result is the
+        longer of reading the weights and computing, plus the engine's own overhead. Engines of several GPUs take two
+        all-reduces a layer in addition."""
         model, speed = self.model, self.scale * degree
         read = 2 * (parameters(model) - model.vocabulary * model.width) / (BANDWIDTH * BANDWIDTH_UTILISATION * speed)
         compute = batch * model.linear_flops() / (PEAK_FLOPS * LINEAR_UTILISATION * speed)
@@ -102,8 +102,8 @@ class Hardware:
 
     def train_seconds(self, tokens: int, gpus: int, update: bool = True) -> float:
         """Returns the seconds of training on `tokens` tokens (prompts and responses, every sample with its prompt) on
-        `gpus` GPUs: the log-probs of the reference and of the policy before the step, the gradients, and, with
-        `update`, the optimizer's step."""
+        `gpus` GPUs. These seconds are for the log-probs of the reference and of the policy before the step, for the
+        gradients and, with `update`, for the optimizer's step."""
         passes = 1 + BACKWARD + REFERENCE + OLD_LOGPROBS
         seconds = tokens * passes * self.model.linear_flops() / (PEAK_FLOPS * self.utilisation * self.scale * gpus)
         # The optimizer reads 16 bytes of state a parameter, and writes as many.
@@ -111,12 +111,13 @@ class Hardware:
         return seconds + (optimizer if update else 0.0)
 
     def sync_seconds(self) -> float:
-        """Returns the seconds until all engines have new weights: all hosts receive all weights at the same time."""
+        """Returns the seconds until all engines have new weights, which all hosts receive at the same time."""
         return 2 * parameters(self.model) / NETWORK + SYNC
 
     def reward_seconds(self, task: str, tokens: int, sandbox: float = 0.0) -> float:
-        """Returns the seconds of scoring a response of `tokens` tokens with its prompt on one worker: a rule, a sandbox
-        that runs for `sandbox` seconds unless it is stopped, or a judge's GPU. Raises KeyError for another task."""
+        """Returns the seconds of scoring a response of `tokens` tokens with its prompt on one worker. The worker is a
+        rule, a sandbox that runs for `sandbox` seconds unless it is stopped, or a judge's GPU. Raises KeyError for
+        another task."""
         if task == "judge":
             return tokens * self.judge.linear_flops() / (PEAK_FLOPS * LINEAR_UTILISATION * self.scale) + JUDGE
         return {"math": MATH, "code": min(sandbox, SANDBOX_LIMIT)}[task]

@@ -1,17 +1,17 @@
 """A simulated inference engine: continuous batching, a KV cache of limited size, preemption by recomputation.
 
-It works as vLLM and SGLang do, in steps. At the end of each step the engine
+The engine works in steps, as vLLM and SGLang do. At the end of each step the engine
 
-1. preempts the youngest samples while the cache lacks room for one more token of every sample; their cache is dropped
-   and computed anew when there is room (Flexes, section 4.2),
-2. lets in waiting samples in their order, as far as cache and `max_running` allow, and fills the cache with their
-   prompts and generated tokens: a step of prefill, in which no other sample gets a token,
+1. preempts the youngest samples while the cache lacks room for one more token of every sample (their cache is dropped,
+   and computed anew when there is room: Flexes, section 4.2),
+2. lets in waiting samples in their order, as far as cache and `max_running` allow, in a step of prefill: this fills the
+   cache with their prompts and generated tokens, and no other sample gets a token,
 3. or, if it let in no sample, decodes: one token for every running sample.
 
-Time is not simulated token by token. While no sample enters or leaves, the time of n steps is a sum in closed form, so
-the engine jumps to the next step with an event: a sample's last token, a full cache. A call from outside (a new sample,
-an abort, an update) cuts the jump short at the end of the step under way.
-`continuous_batch.py` has the samples and the cache, without time.
+Time is not simulated token by token. While no sample enters or leaves, the time of n steps is a sum in closed form. The
+engine therefore jumps to the next step in which a sample ends or the cache is full. A call from outside (a new sample,
+an abort, an update) cuts the jump short at the end of the step under way. `continuous_batch.py` has the samples and the
+cache, without time.
 """
 
 import bisect
@@ -26,11 +26,8 @@ OnFinish = Callable[[SampleProgress], object]
 
 
 class Jump:
-    """`steps` decode steps from time `anchor` (s) on.
-
-    Each step takes a little longer than the one before, as the cache grows by equal amounts: step i = 0, 1, ... takes
-    `first + i * growth` seconds, so n steps take n first + growth n (n - 1) / 2.
-    """
+    """`steps` decode steps from time `anchor` (s) on. Step `i`, from 0 on, takes `first + i * growth` seconds, since
+    the cache grows by equal amounts."""
 
     __slots__ = ("anchor", "first", "growth", "steps")
 
@@ -95,8 +92,8 @@ class SimulatedEngine:
 
     def submit(self, rid: str, sample: int, prompt_tokens: int, total_tokens: int, begun: Segments = ()) -> None:
         """Adds a sample that ends with `total_tokens` generated tokens; the tokens of `begun` exist already. The sample
-        waits while the engine is down. Raises SimulatedEngineError if the engine has this sample already, if the sample
-        has no tokens left to generate, or if the cache can never hold the sample."""
+        waits while the engine is down. Raises SimulatedEngineError for a sample that the engine has already, that has
+        no tokens left to generate, or that the cache can never hold."""
         batch, had = self.batch, sum(tokens for _, tokens in begun)
         if had >= total_tokens or prompt_tokens + total_tokens > batch.kv_limit:
             raise SimulatedEngineError(
@@ -131,7 +128,7 @@ class SimulatedEngine:
     def update(self, seconds: float, version: int, recompute: bool, done: Action | None = None) -> None:
         """Loads new weights: pauses for `seconds` from the end of the step under way, then generates under `version`.
         `recompute` fills the cache anew under the new weights. `done` is called when the weights are loaded. If the
-        engine is down or crashes before, `done` is not called: the engine has the weights after `recover`."""
+        engine is down or crashes before, `done` is not called, and the engine has the weights after `recover`."""
         self._newest = version
         if self.up:
             self._updates.append((seconds, version, recompute, done))
@@ -194,11 +191,9 @@ class SimulatedEngine:
     # --- steps in time ------------------------------------------------------------------------------
 
     def _elapsed(self) -> int:
-        """Returns the number of steps of the jump that are done but not yet counted by the batch."""
         return self._jump.elapsed(self.clock.now) if self.phase is Phase.DECODE else 0
 
     def _settle(self) -> None:
-        """Advances the batch to the present, and reduces the jump to the step under way."""
         if self.phase is Phase.DECODE:
             done = self._elapsed()
             self.batch.advance(done)
@@ -218,7 +213,6 @@ class SimulatedEngine:
             self._handle = self.clock.at(self._jump.end(self._jump.steps), self._decode_ended)
 
     def _go(self) -> None:
-        """Begins the next step, update or pause."""
         self._cut = False
         if self.phase is Phase.DOWN:
             return

@@ -1,7 +1,7 @@
 """The rollout side of a simulated cluster: requests on engines, new weights for engines, and the faults of both.
 
-Every sample has its length from the `Workload`; a continued response keeps its first length. An engine that crashed is
-down for a while; requests for it wait until it is up, with the newest weights that were published to it. A lost
+Every sample has its length from the `Workload`; a continued response keeps its first length. Requests for an engine
+that crashed wait until the engine is up again. The engine then has the newest weights that were published to it. A lost
 response is noticed after `reply_limit` seconds.
 """
 
@@ -116,15 +116,13 @@ class Rollout:
             self.clock.after(self.settings.reply_limit, partial(self.post, failed))
 
     def _response(self, opened: Generation, progress: SampleProgress) -> Response:
-        """Returns a sample's response. A response with its last token has ended, even if it is aborted at that
-        moment."""
+        """A response with its last token has ended, even if it is aborted at that moment."""
         rid, sample, tokens, segments = progress
         finish = "length" if tokens >= self.work.max_new_tokens else "stop"
         finish = finish if tokens >= opened.samples.lengths[sample] else ABORTED
         return response(f"{rid}/{sample}", opened.request.prompt.draw, sample, segments, finish)
 
     def _close(self, opened: Generation, samples: int) -> None:
-        """Notes that `samples` of a request's samples do not run any more."""
         opened.left -= samples
         if opened.left > 0:
             return
@@ -198,7 +196,7 @@ class Rollout:
 
     def set_parallelism(self, degree: int) -> None:
         """Replaces the idle engines by engines of another degree on the same GPUs, with the oldest weights of the
-        replaced engines. Raises ValueError like the class."""
+        replaced engines. Raises ValueError as `Rollout` does."""
         past, before = self._totals(), self.engines
         self._build(degree, min(engine.version for engine in before))
         self._past = past
@@ -221,8 +219,9 @@ class Rollout:
         return int(self._totals()[3])
 
     def utilisation(self) -> tuple[float, float]:
-        """Returns (the share of the GPUs' time in which their engine worked, the decoded tokens as a share of the
-        tokens that engines at their peak would have decoded) since the beginning."""
+        """Returns (the share of the GPUs' time in which their engines worked, the share of the peak) since the
+        beginning. The second share is that of the decoded tokens in the tokens that engines at their peak would have
+        decoded."""
         busy, peak, tokens, _ = self._totals()
         span = self.clock.now
         return (busy / (span * self.settings.rollout_gpus), tokens / peak) if span > 0 else (0.0, 0.0)
@@ -244,7 +243,6 @@ def meet_incidents(rollout: Rollout, faults: FaultPlan, over: Callable[[], bool]
     clock = rollout.clock
 
     def meet(index: int, crashes: bool, spells: Iterator[tuple[float, float]], begins: bool) -> None:
-        """Begins or ends a spell of an engine; the end of a spell schedules the next spell."""
         if index < len(rollout.engines):
             engine = rollout.engines[index]
             if not crashes:

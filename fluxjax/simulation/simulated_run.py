@@ -24,7 +24,7 @@ def make_cluster(config: SimulateConfig, watch: Watch | None = None) -> Cluster:
 
 
 def run(cluster: Cluster) -> None:
-    """Runs `cluster.run()` without garbage collection: a simulation makes no reference cycles."""
+    """Runs `cluster.run()` without garbage collection, since a simulation makes no reference cycles."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -36,7 +36,7 @@ def run(cluster: Cluster) -> None:
 
 
 def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
-    """Returns the summary of a run, as JSON values. Times are virtual but for `wall_seconds`."""
+    """Returns the summary of a run, as JSON values. All times except `wall_seconds` are virtual."""
     config, ledger, records = cluster.config, cluster.coordinator.ledger, cluster.records
     rollout, now = cluster.rollout, cluster.clock.now
     used = cluster.utilisation()
@@ -71,8 +71,6 @@ def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
 
 
 def _step_times(records: Sequence[StepRecord]) -> dict[str, dict[str, float | int]]:
-    """Returns the statistics of `_times` for all steps, and for each kind of round if the policy has short and long
-    rounds."""
     kinds = {"all": records} if records else {}
     kinds |= {kind: [r for r in records if r.round == kind] for kind in dict.fromkeys(r.round for r in records) if kind}
     return {kind: _times(some) for kind, some in kinds.items()}

@@ -1,4 +1,5 @@
-"""A cluster in virtual time: it carries out the real coordinator's instructions, as `fluxjax.runtime` in real time.
+"""A cluster in virtual time: it carries out the real coordinator's instructions, as `fluxjax.runtime` does in real
+time.
 
 All work is an action of the clock: decoding, rewards, training, weight sync, late replies. The coordinator gets events
 one after the other, and its instructions are begun in their order. Training has its own GPUs (`train_gpus`), or takes
@@ -24,7 +25,7 @@ from .reward_stage import Scoring
 from .simulated_rollout import SHOWN, Rollout, meet_incidents
 from .workload import Workload
 
-PATIENCE = 1e5  # seconds without an event after which no event will follow: only faults keep the clock going
+PATIENCE = 1e5  # seconds without an event after which a run is stuck: only faults keep the clock going
 STEPS_SHOWN = 6  # in the Gantt picture
 Watch = Callable[[float, messages.Event | messages.Instruction], None]  # takes the time and the message
 
@@ -42,7 +43,7 @@ class StepRecord:
     train: float
     longest: int  # tokens of the longest response that ended
     trained_tokens: int  # tokens of responses
-    lag_mean: float  # versions, over the trained tokens
+    lag_mean: float  # mean over the trained tokens, in versions
     lag_max: int
 
 
@@ -150,7 +151,7 @@ class Cluster:
 
     @_carry_out.of(messages.Lend)
     def _lend(self, order: messages.Lend) -> None:
-        """Lends the engines at once: their requests were parked before."""
+        """Lends the engines immediately, since their requests were parked before."""
         self.rollout.lend(set(order.engines))
         self.clock.after(0.0, partial(self.post, messages.Lent(order.engines)))
 
@@ -253,9 +254,9 @@ class Cluster:
     # --- totals -------------------------------------------------------------------------------------
 
     def utilisation(self) -> dict[str, float]:
-        """Returns shares of the time of all GPUs so far, `rollout_busy` of the rollout's GPUs only. `busy`: the engine
-        or the trainer on the GPU works. `throughput`: the same, but an engine counts by its decoded tokens, as a share
-        of the tokens that it would have decoded at its peak."""
+        """Returns shares of the time of all GPUs so far, or of the rollout's GPUs for `rollout_busy`. `busy` is the
+        share in which the engine or the trainer on a GPU works. For `throughput`, an engine counts by its decoded
+        tokens, as a share of the tokens that it would have decoded at its peak."""
         gpus, span = self.settings.gpus, max(self.clock.now, math.ulp(1.0))
         worked, decoded = self.rollout.utilisation()
         engines, trainer = self.settings.rollout_gpus / gpus, self.train_gpu_seconds / (gpus * span)
@@ -268,7 +269,6 @@ class Cluster:
 
 
 def _lags(groups: Iterable[Group], version: int) -> Counter[int]:
-    """Counts the trained tokens by their age in versions."""
     counts: Counter[int] = Counter()
     for sample in (sample for group in groups for sample in group.samples):
         versions = sample.response.versions

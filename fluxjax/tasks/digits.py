@@ -1,4 +1,4 @@
-"""Strips of real handwritten digits to transcribe: PNG files of 1 to 12 digits; longer strips are rarer.
+"""Strips of real handwritten digits to transcribe: PNG files of 1 to 12 digits.
 
 The digits are scikit-learn's 1,797 scans of 8 x 8 pixels (UCI Optical Recognition of Handwritten Digits, test part). No
 training strip uses a scan of the held-out strips.
@@ -76,7 +76,6 @@ def draw_length(rng: np.random.Generator, recipe: DigitsRecipe) -> int:
 
 
 def _cell(scan: np.ndarray, recipe: DigitsRecipe, rng: np.random.Generator | None) -> np.ndarray:
-    """Returns one scan as uint8 [cell, cell], varied a little if there is an `rng`."""
     size = recipe.cell
     image = Image.fromarray(scan).resize((size, size), Image.Resampling.BILINEAR)
     if rng is None:

@@ -47,11 +47,9 @@ RECIPES: Mapping[str, Recipe] = ByName(
 
 
 def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = None, cell: int = 0) -> pathlib.Path:
-    """Returns the folder of an embedded data set (`train.jsonl`, `eval.jsonl`, media), built if it is missing.
-
-    With `cell`, pictures are enlarged: a digit to a square of `cell` pixels a side, a clip's frame to `2 * cell` a
-    side. Raises `ConfigError` for an unknown name, `DataError` if the data set cannot be written.
-    """
+    """Returns the folder of an embedded data set (`train.jsonl`, `eval.jsonl`, media), built if it is missing. With
+    `cell`, pictures are enlarged: a digit to a square of `cell` pixels a side, a clip's frame to `2 * cell` a side.
+    Raises `ConfigError` for an unknown name, `DataError` if the data set cannot be written."""
     if name not in RECIPES:
         raise ConfigError(
             f"data.sources.{name} has no path and is no embedded data set; embedded are {', '.join(RECIPES)}"
@@ -75,10 +73,8 @@ def digest(recipe: Recipe) -> str:
 
 
 def build_once(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
-    """Creates `folder` by `write(temporary folder)`, unless `folder` exists already.
-
-    Raises `DataError` if the disk is full or the folder cannot be written to; then there is no `folder`.
-    """
+    """Creates `folder` by `write(temporary folder)`, unless `folder` exists already. Raises `DataError` if the disk is
+    full or the folder cannot be written to; then there is no `folder`."""
     if folder.is_dir():
         return
     try:
@@ -115,11 +111,9 @@ def write_manifest(path: pathlib.Path, records: Iterable[Record]) -> None:
 def write_manifests(
     folder: pathlib.Path, title: str, make: Callable[[str, int], Record], sizes: Mapping[str, int]
 ) -> list[Record]:
-    """Writes `NAME.jsonl` with `size` records `make(NAME, index)` for each name and size; returns all records.
-
-    Threads make the records; the first error ends the work. stderr shows the progress: a bar on a terminal, else a line
-    each quarter.
-    """
+    """Writes `NAME.jsonl` with `size` records `make(NAME, index)` for each name and size; returns all records. Threads
+    make the records; the first error ends the work. stderr shows the progress: a bar on a terminal, else a line each
+    quarter."""
     tasks = [(name, index) for name, size in sizes.items() for index in range(size)]
     quarter = math.ceil(len(tasks) / 4)
     records: list[Record] = []
@@ -152,7 +146,7 @@ class StringsRecipe:
     question: str = "Reverse {}:"
 
     def enlarged(self, cell: int) -> StringsRecipe:
-        """Returns the recipe as it is: there are no pictures."""
+        """Returns the recipe as it is, since there are no pictures."""
         return self
 
     def build(self, folder: pathlib.Path) -> None:

@@ -44,7 +44,7 @@ class PansRecipe:
     fps: int = 8
     speeds: tuple[int, ...] = (2,)  # pixels a frame
     min_contrast: float = 18.0  # standard deviation of the pixels over the clip
-    # mean difference of pixels two apart, divided by the contrast: motion shows only along an axis with differences
+    # least mean difference of pixels two apart, divided by the contrast: without differences, motion does not show
     min_gradient: float = 0.25
     contrast: float = 55.0  # every clip is brought to this standard deviation, about mid-grey
     crf: int = 20
@@ -55,10 +55,8 @@ class PansRecipe:
         return dataclasses.replace(self, side=2 * cell)
 
     def build(self, folder: pathlib.Path) -> None:
-        """Writes `videos/`, `train.jsonl`, `warm_start.jsonl` and `eval.jsonl`; about 3 kB a clip.
-
-        Raises `DataError` if the installed packages lack the photographs that the recipe holds out.
-        """
+        """Writes `videos/`, `train.jsonl`, `warm_start.jsonl` and `eval.jsonl`; about 3 kB a clip. Raises `DataError`
+        if the installed packages lack the photographs that the recipe holds out."""
         photos = load_photos(self)
         if missing := set(self.held_out_photos) - set(photos):
             raise DataError(f"the installed scikit-image and scikit-learn lack the photographs {sorted(missing)}")
@@ -129,7 +127,7 @@ def _enlarged(clip: np.ndarray, side: int) -> np.ndarray:
 
 
 def encode(frames: np.ndarray, recipe: PansRecipe) -> bytes:
-    """Returns an MP4 file. It uses one encoder thread, so that the same frames give the same bytes."""
+    """Returns an MP4 file. The encoder uses one thread, so that the same frames give the same bytes."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=recipe.fps)
@@ -144,7 +142,6 @@ def encode(frames: np.ndarray, recipe: PansRecipe) -> bytes:
 
 
 def _turned(photo: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Applies one of the eight symmetries of the square."""
     if rng.random() < 0.5:
         photo = photo[:, ::-1]
     if rng.random() < 0.5:
@@ -164,7 +161,6 @@ def _pan(
 
 
 def _has_texture(clip: np.ndarray, recipe: PansRecipe) -> bool:
-    """Returns True if every frame has enough texture to show motion along either axis."""
     spread = clip.std()
     grey = clip.mean(-1)
     across = np.abs(grey[:, :, 2:] - grey[:, :, :-2]).mean((1, 2)).min()

@@ -127,7 +127,7 @@ class VisionTower(nnx.Module):
             return segment_attention(q, k, v, windows, window_bound)
 
         def step(block: VisionBlock, x: Array, full: Array) -> tuple[Array, None]:
-            # A real branch, not a mask: a frame may be a hundred times longer than a window.
+            # A real branch, not a mask, since a frame may be a hundred times longer than a window.
             return block(x, rotary, lambda q, k, v: jax.lax.cond(full, in_frame, in_window, q, k, v)), None
 
         full = np.isin(np.arange(self.config.depth), self.config.full_attention_layers)
@@ -153,12 +153,10 @@ class Qwen25VL(Decoder):
         vision: VisionInput | None = None,
         features_MX: Float[Array, "M X"] | None = None,
     ) -> tuple[Float[Array, "B T D"], DeepFeatures | None]:
-        """(token embeddings, features that layers add). A token's `feature_index_BT`, if not negative, is a
-        row of the features. The row's first D numbers replace the token's embedding; layers add the rest.
-
-        Features are those of `vision`, or `features_MX` if they were computed before. Without `vision`, the tower does
-        not run. Raises ValueError for features without `feature_index_BT`.
-        """
+        """Returns (token embeddings, features that layers add). A token's `feature_index_BT`, if not negative, is a row
+        of the features. The row's first D numbers replace the token's embedding; layers add the rest. Features are
+        those of `vision`, or `features_MX` if they were computed before. Without `vision`, the tower does not run.
+        Raises ValueError for features without `feature_index_BT`."""
         x = walk.use(self.embedding)(tokens_BT)
         if vision is not None:
             features_MX = self.features(walk, vision).astype(x.dtype)

@@ -2,9 +2,9 @@
 
 Text advances all three axes together. A medium extends over (time, row, column). The time axis advances by
 `tokens_per_second` for each second of a video, and stands still for an image. Text behind a medium begins one behind
-the largest position of all three axes: a long video's time axis counts. The authors' own code does so (transformers
-pull request 35569), and so do SGLang, vLLM and transformers up to 5.2. From 5.3 on, transformers' `get_rope_index`
-counts only rows and columns inside a prompt, but starts the answer behind all three axes.
+the largest position of all three axes, so that a long video's time axis counts. The authors' own code does so
+(transformers pull request 35569), and so do SGLang, vLLM and transformers up to 5.2. From 5.3 on, transformers'
+`get_rope_index` counts only rows and columns inside a prompt, but starts the answer behind all three axes.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,9 @@ def rope_index(
     spatial_merge_size: int,
     tokens_per_second: float | int,
 ) -> tuple[np.ndarray, int]:
-    """Positions `[3, T]` (time, row, column; i32) and the position of the first generated token.
-
-    `token_ids_T` has its media placeholders expanded: one run of `image_token_id` or `video_token_id` for each grid.
-    `seconds_per_grid` has the seconds that one frame pair spans, for each video.
-    Raises ValueError if the runs and the grids do not match.
-    """
+    """Positions `[3, T]` (time, row, column; i32) and the position of the first generated token. `token_ids_T` has its
+    media placeholders expanded: one run of `image_token_id` or `video_token_id` for each grid. `seconds_per_grid` has
+    the seconds that one frame pair spans, for each video. Raises ValueError if the runs and the grids do not match."""
     token_ids_T = np.asarray(token_ids_T)
     if len(seconds_per_grid) != len(video_grids):
         raise ValueError(f"{len(video_grids)} videos, but {len(seconds_per_grid)} times a frame pair")

@@ -2,8 +2,8 @@
 
 Released SGLang reads weights from folders of its own host only. The trainer writes whole versions with Orbax, and
 deltas between them, into a folder that the hosts share (weights.folder). On `POST /pull_weights` from the trainer, the
-agent makes a checkpoint folder of a version, in its host's shared memory, for all servers of the host. The agent
-prints one line, `listening on http://HOST:PORT`, when it is ready. SIGTERM and SIGINT end it and remove its folders.
+agent makes a checkpoint folder of a version, in its host's shared memory, for all servers of the host. The agent prints
+one line, `listening on http://HOST:PORT`, when it is ready. SIGTERM and SIGINT end the agent and remove its folders.
 """
 
 from __future__ import annotations
@@ -56,12 +56,10 @@ async def _serve(listening: socket.socket, token: str) -> None:
 
 
 def pull_route(places: set[pathlib.Path]) -> Route:
-    """The route `/pull_weights` of a host: a version in the folder that hosts share becomes a checkpoint in its memory,
-    below a folder that is added to `places`.
-
-    `local_checkpoint_dir`, `source_dir` and `target_version` are as in SGLang's pull request 30367. There, a
-    checkpoint changes in place; here, the answer's `model_path` is a folder of its own for each version, since another
-    server of the host may still read an earlier version."""
+    """The route `/pull_weights` of a host: a version in the folder that hosts share becomes a checkpoint in the host's
+    memory, below a folder that is added to `places`. `local_checkpoint_dir`, `source_dir` and `target_version` are as
+    in SGLang's pull request 30367. There, a checkpoint changes in place. Here, the answer's `model_path` is a new
+    folder for each version, since another server of the host may still read an earlier version."""
 
     from starlette.routing import Route
 

@@ -2,8 +2,8 @@
 that servers must answer after an update.
 
 `rollout.serve` has the checkpoint's tensors. SGLang joins some tensors (queries, keys, values; gate, up; the input
-projections of linear attention), pads the vocabulary, divides tensors over its ranks, and hashes the parts of each
-rank: by SHA-256 on CPUs, by a hash of its own on GPUs. The checksums here agree with SGLang 0.5.23 on CPUs, with one
+projections of linear attention), pads the vocabulary, and divides tensors over its ranks. Each rank hashes its parts,
+by SHA-256 on CPUs, by a hash of SGLang's own on GPUs. The checksums here agree with SGLang 0.5.23 on CPUs, with one
 rank and with two, and with its GPU hash in Triton's interpreter. Sizes that do not divide over the ranks, some of which
 SGLang pads, are refused here.
 """
@@ -81,9 +81,7 @@ class Published:
 
 class SharedFolders:
     """Writes each version once into shared memory (a temporary folder if a host has none). Any thread may use it.
-
-    Weights are cast to `dtype`, in which servers compute. `close` removes all versions.
-    """
+    Weights are cast to `dtype`, in which servers compute. `close` removes all versions."""
 
     def __init__(self, config: DecoderConfig, dtype: DTypeLike) -> None:
         self._config, self._dtype = served(config), np.dtype(dtype)
@@ -97,10 +95,8 @@ class SharedFolders:
 
     def write(self, version: int, params: Mapping[str, Any]) -> Published:
         """Writes a version tensor by tensor, unless these very arrays were written as this version before. Blocks.
-
         Raises EngineError for weights of another model, which servers might accept or die of. Raises OSError, which
-        names the folder, if there is no room. A failed write leaves no files behind.
-        """
+        names the folder, if there is no room. A failed write leaves no files behind."""
         with self._lock:
             arrays = jax.tree.leaves(params)
             for published, seen in self._written:
@@ -290,10 +286,8 @@ def sglang_name(name: str) -> str:
 
 def gpu_hash(parts: Sequence[np.ndarray]) -> str:
     """SGLang's hash (`sglang.kernels.ops.memory.gpu_tensor_hash`, 0.5.23) of a tensor on a GPU, given as `parts` one
-    behind the other: sixteen hexadecimal digits.
-
-    32-bit words are mixed with their index and added up by tiles of 8,192; the tiles' 64-bit hashes are added up. A
-    test compares this with SGLang's own kernel in Triton's interpreter."""
+    behind the other: sixteen hexadecimal digits. 32-bit words are mixed with their index and added up by tiles of
+    8,192; the tiles' 64-bit hashes are added up."""
     data = b"".join(as_bytes(part).data for part in parts)
     words = np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
     total = 0

@@ -63,7 +63,7 @@ class SharedMemory(SyncRoute):
 
 class Buckets(SyncRoute):
     """`bucket`: weights travel over HTTP in buckets of about `size` bytes, `pickled` for SGLang, or as safetensors. The
-    route needs no common file system, but sends 4/3 of all bytes to every rank: it is for small models."""
+    route needs no common file system, but sends 4/3 of all bytes to every rank, so that it is for small models only."""
 
     def __init__(self, memory: SharedFolders, size: int, *, pickled: bool = True) -> None:
         super().__init__(memory)
@@ -99,10 +99,8 @@ class Buckets(SyncRoute):
 
 class CudaIpc(Buckets):
     """`ipc`: each bucket is copied from the trainer's arrays into memory on their GPU. Servers of this host, which must
-    see that GPU, open the memory by CUDA IPC (`torch_buckets`). Tensors that the trainer no longer
-    holds are read from the version's folder.
-
-    On a CPU, the memory is PyTorch's shared memory. The route has never run on a GPU."""
+    see that GPU, open the memory by CUDA IPC (`torch_buckets`). Tensors that the trainer no longer holds are read from
+    the version's folder. On a CPU, the memory is PyTorch's shared memory. The route has never run on a GPU."""
 
     def __init__(self, memory: SharedFolders, config: DecoderConfig, size: int) -> None:
         super().__init__(memory, size)
@@ -132,11 +130,9 @@ class CudaIpc(Buckets):
 
 class OrbaxFolders(SyncRoute):
     """`orbax`: whole versions or deltas travel, by a folder that all hosts share, into the memory of each host, while
-    servers generate.
-
-    `rollout.serve` pulls weights itself, SGLang does not. This process pulls for SGLang on this host (`here`), an agent
-    (`python -m rollout.weights.agent`) pulls on other hosts. `agents` maps addresses of servers to addresses of agents;
-    a server without an agent is asked itself. `token` gives access to agents and servers."""
+    servers generate. `rollout.serve` pulls weights itself, SGLang does not. This process pulls for SGLang on this host
+    (`here`), an agent (`python -m rollout.weights.agent`) pulls on other hosts. `agents` maps addresses of servers to
+    addresses of agents; a server without an agent is asked itself. `token` gives access to agents and servers."""
 
     def __init__(
         self,

@@ -5,9 +5,9 @@ A flattened bucket is `{"flattened_tensor": bytes of all tensors as one uint8 te
 make is written opcode by opcode.
 
 PyTorch can hand over to another process of this host only memory of its own allocator. A shared bucket is therefore
-PyTorch's memory in this process, filled from JAX's arrays by DLPack, from device to device: no byte goes through the
-host. Servers open memory of a GPU by CUDA IPC, and memory of a CPU as PyTorch's shared memory: the route runs on any
-machine.
+PyTorch's memory in this process, filled from JAX's arrays by DLPack, from device to device, so that no byte goes
+through the host. Servers open memory of a GPU by CUDA IPC, and memory of a CPU as PyTorch's shared memory, so that the
+route runs on any machine.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -41,7 +41,7 @@ Bytes = Callable[[np.dtype], jax.Array | None]
 
 def write_bucket(tensors: Sequence[tuple[str, np.ndarray]]) -> bytes:
     """A pickle of a flattened bucket. Raises KeyError for a dtype that the format lacks."""
-    # Each tensor must begin at a multiple of its own width: the reader views the bytes in place.
+    # Each tensor must begin at a multiple of its own width, since the reader views the bytes in place.
     tensors = sorted(tensors, key=lambda entry: -entry[1].itemsize)
     flat = b"".join(as_bytes(tensor).data for _, tensor in tensors)
     return bucket_of(_byte_tensor(flat), [StoredTensor(name, tensor.shape, tensor.dtype) for name, tensor in tensors])
@@ -122,10 +122,9 @@ def _dict(items: Mapping[str, bytes]) -> bytes:
 
 
 def device_tensors(config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, Bytes]:
-    """A function for each tensor, by its name in a checkpoint: casts the tensor to a dtype, and returns its bytes `[N]`
-    (uint8) as in a checkpoint, on the device. An array has no function if other processes hold parts of it.
-
-    A function keeps no array alive: it returns None for an array that was freed or deleted."""
+    """A function for each tensor, by the tensor's name in a checkpoint. The function casts the tensor to a dtype, and
+    returns its bytes `[N]` (uint8) as in a checkpoint, on the device. An array has no function if other processes hold
+    parts of it. A function keeps no array alive: it returns None for an array that was freed or deleted."""
     values, found = by_path(params), dict[str, Bytes]()
     for entry in tensor_names(config):
         value = values[entry.path]

@@ -1,8 +1,9 @@
 """Versions of the weights on a file system that hosts share: written by the trainer, pulled by hosts of servers.
 
 `SOURCE/weight_v000007` is the delta from the version before, or a whole version (an Orbax item with the model's
-configuration) if there is no smaller delta, or the last `FULL_EVERY` versions are deltas. A folder appears under its
-name when it is complete. `pull` makes a checkpoint folder of a version in a host's own memory, for servers to read.
+configuration). It is a whole version if there is no smaller delta, or if the last `FULL_EVERY` versions are deltas. A
+folder appears under its name when it is complete. `pull` makes a checkpoint folder of a version in a host's own memory,
+for servers to read.
 
 A delta is lossless: XOR of the words of two versions, compressed by zstd. After a small step, most weights are the same
 in bfloat16: the XOR is zeros with a few bits between. A delta's folder has the layout of SGLang's `/pull_weights` (pull
@@ -80,7 +81,6 @@ class VersionFolders:
         self._begin()
 
     def _begin(self) -> None:
-        """Begins a source, a folder of versions whose numbers increase."""
         self.source = self._shared / f"{self._prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.source.mkdir(parents=True)
         self._end = weakref.finalize(self, shutil.rmtree, self.source, ignore_errors=True)
@@ -119,7 +119,6 @@ class VersionFolders:
         return True
 
     def _write_whole(self, folder: pathlib.Path, published: Published) -> None:
-        """Writes an Orbax item of the tensors as servers read them, and their checksums."""
         folder.mkdir()
         tensors = dict(tensors_of(published.folder))
         with ocp.PyTreeCheckpointer() as writer:
@@ -150,10 +149,8 @@ class VersionFolders:
 
 def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Path:
     """Returns a checkpoint folder of a version, below `local`. If possible, applies deltas to a version in `local`.
-
     Several processes of a host may pull at the same time. Raises PullError, DeltaError and OSError; versions in `local`
-    then stay.
-    """
+    then stay."""
     if not (source / folder_name(version)).is_dir():  # checked before any folder of this host changes
         raise _missing(source, version)
     place = pulled(local, source)
@@ -162,7 +159,7 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
         folder.mkdir(0o700, parents=True, exist_ok=True)
         if why := _not_of(owners, folder):
             raise PullError(f"{folder}: {why}, others of this host can write there: remove it")
-    place.chmod(0o700)  # older releases gave it other permissions
+    place.chmod(0o700)  # `mkdir` leaves the permissions of an existing folder as they are
     with FileLock(place / "lock"):
         (place / SOURCE).write_text(str(source.absolute()))
         for note in local.glob(f"{PLACE}*/{SOURCE}"):
@@ -191,8 +188,8 @@ def pulled(local: pathlib.Path, source: pathlib.Path) -> pathlib.Path:
 
 
 def _not_of(owners: Container[int], folder: pathlib.Path) -> str:
-    """The reason why a folder of shared memory, which is open to all users of a host, is not one that `owners` made;
-    empty if it is."""
+    """Says why a folder does not count as a folder of `owners`; empty if it does. All users of a host can write to
+    shared memory."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
         return "it is a link or a file"
@@ -219,7 +216,6 @@ def _chain(source: pathlib.Path, version: int, here: Mapping[int, pathlib.Path])
 
 
 def _make(folder: pathlib.Path, seed: pathlib.Path, deltas: Sequence[Delta]) -> None:
-    """Makes a checkpoint folder out of a `_chain`; it appears under its name when it is complete."""
     part = folder.with_name(f"part-{folder.name}")
     try:
         _write(part, seed, deltas)
@@ -292,13 +288,12 @@ def contents(folder: pathlib.Path) -> list[StoredTensor]:
 
 
 def _versions(folder: pathlib.Path) -> dict[int, pathlib.Path]:
-    """The complete versions in a folder."""
     found = {there.name.removeprefix("weight_v"): there for there in folder.glob("weight_v*")}
     return {int(number): there for number, there in found.items() if number.isdecimal()}
 
 
 def _machine() -> str:
-    """A name of this host, its boot and its container: processes with equal names see the same process ids."""
+    """A name of this host, its boot and its container. Processes with equal names see the same process ids."""
     parts = [socket.gethostname().replace("-", "_")]
     for read in (lambda: pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()[:8],
                  lambda: "".join(filter(str.isdecimal, os.readlink("/proc/self/ns/pid")))):  # fmt: skip

@@ -2,11 +2,11 @@
 that all devices compute for equally long and little is sent.
 
 FlexUlysses has two objectives. First, the tokens of a device are within the memory limit, and the largest compute load
-is within `Limits.tolerance` of the smallest possible (if not both can be met, memory counts a hundred times). Second,
-among plans that are equal so far, traffic is little. A placement without any sharding is the plan if it reaches the
-first objective. Otherwise sequences descend the tree of device groups; then pairs of groups exchange sequences
-(`placement`). This takes milliseconds, and the placement is nearly always good. If it is not, a search (`search`)
-follows, and the best placement of all is the plan.
+is within `Limits.tolerance` of the smallest possible. If not both can be met, memory counts a hundred times. Second,
+traffic is little among plans that reach the first objective equally well. A placement without any sharding is the plan
+if it reaches the first objective. Otherwise sequences descend the tree of device groups; then pairs of groups exchange
+sequences (`placement`). This takes milliseconds, and the placement is nearly always good. If it is not, a search
+(`search`) follows, and the best placement of all is the plan.
 """
 
 import dataclasses
@@ -35,10 +35,8 @@ def ulysses(
     degree: int = 8,
 ) -> ShardPlan:
     """Puts every sequence on `degree` devices: longest (by work) first, each to the group with the least work so far.
-
     Arguments and errors are those of `flex_ulysses`. Raises PlanError, too, for a degree that the number of devices or
-    heads does not allow.
-    """
+    heads does not allow."""
     problem = pose(lengths, num_devices, limits or Limits(), work)
     if degree < 1 or degree & (degree - 1) or degree > problem.max_degree:
         raise PlanError(f"ulysses: degree {degree} must be a power of two, at most {problem.max_degree} here")
@@ -54,12 +52,10 @@ def flex_ulysses(
     work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
     cost: Callable[[ShardPlan], float] | None = None,
 ) -> ShardPlan:
-    """The plan for sequences of `lengths` tokens on `num_devices` devices.
-
-    `work` is the compute of each sequence in any unit, `length**2` unless given. With the `cost` of plans, such as
-    `sharding.cost.CostModel.step_seconds`, plans are made for several tolerances, and the cheapest plan is returned.
-    The same arguments give the same plan. Raises PlanError, naming sequence or field, if no plan exists.
-    """
+    """The plan for sequences of `lengths` tokens on `num_devices` devices. `work` is the compute of each sequence in
+    any unit, `length**2` unless given. With the `cost` of plans, such as `sharding.cost.CostModel.step_seconds`, plans
+    are made for several tolerances, and the cheapest plan is returned. The same arguments give the same plan. Raises
+    PlanError, naming sequence or field, if no plan exists."""
     limits = limits or Limits()
     if cost is None:
         return _plan(pose(lengths, num_devices, limits, work))
@@ -117,7 +113,8 @@ def _sharded(problem: Problem, quick: bool) -> Placement:
 
 
 def _rungs(problem: Problem, before: list[Placement], quick: bool) -> Iterator[Placement]:
-    """Yields placements, the quickest first. Blocks of the highest degree are rarely better than blocks of one host."""
+    """Yields the quickest placements first, since blocks of the highest degree are rarely better than blocks of one
+    host."""
     for degree in dict.fromkeys((top_degree(problem), problem.max_degree)):
         yield _descent(problem, degree, dealt(problem, degree))
     if not quick:

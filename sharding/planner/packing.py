@@ -1,7 +1,7 @@
 """LB-Mini deals sequences to devices and microbatches, so that devices wait little for each other. numpy only.
 
-Under ODC devices meet once a minibatch, not at every layer of every microbatch (ODC paper, sections 3 and 4), so that
-only the work of a whole minibatch must be even. Nothing is sharded: a sequence is computed by one device.
+Under ODC (ODC paper, sections 3 and 4), devices meet once a minibatch, not at every layer of every microbatch. Only the
+work of a complete minibatch must therefore be even. Nothing is sharded: a sequence is computed by one device.
 
 Below stand the ways to deal numbers to bins of nearly equal sums: Karmarkar-Karp differencing, with and without equal
 sizes, longest first, and swaps. A partition is the bin of each item, `[items]` int in `[0, bins)`. All functions are
@@ -69,15 +69,15 @@ def shares_of(bins: Sequence[int], count: int) -> list[list[int]]:
 
 
 def fewest(lengths_I: np.ndarray, share: list[int], room: int) -> int:
-    """The number of microbatches below which no packing of a device's share fits."""
+    """A lower bound of the number of microbatches that hold a device's share."""
     return -(-int(lengths_I[share].sum()) // room) if room and share else min(len(share), 1)
 
 
 def packed(
     lengths_I: np.ndarray, work_I: np.ndarray, share: list[int], count: int, room: int, by: Sequence[np.ndarray]
 ) -> Microbatches | None:
-    """Packs a share into `count` microbatches, heaviest first: even in the first of the amounts `by` whose microbatches
-    all fit; None if no amount's microbatches fit. As many microbatches as sequences always fit."""
+    """Packs a share into `count` microbatches, heaviest first. They are even in the first of the amounts `by` with
+    which all microbatches fit; None if they fit with no amount. As many microbatches as sequences always fit."""
 
     def order(members: list[int]) -> tuple[float, list[int]]:
         return -float(work_I[members].sum()) if members else 0.0, members
@@ -143,7 +143,7 @@ def longest_first(work_I: np.ndarray, count: int) -> list[int]:
 def swapped(
     work: Sequence[float] | Sequence[int] | np.ndarray, bins: Sequence[int], count: int, *, equal_size: bool = False
 ) -> list[int]:
-    """Improves `bins` by exchanges: the fullest bin gives an item away, for nothing or for another item, if afterwards
+    """Improves `bins` by exchanges. The fullest bin gives an item away, for nothing or for another item, if afterwards
     both bins are emptier than the fullest bin was. The best exchange is made until no exchange helps, so that the
     largest sum never grows. `equal_size` allows only items for items, so that bins keep their numbers of items."""
     work_I, bins_I = np.asarray(work, float), np.array(bins, int)

@@ -32,7 +32,7 @@ EPS = 1e-9
 
 Score = tuple[float, float]  # excess over the limits of memory and compute (relative to them), then traffic
 Pair = tuple[float, float]  # compute and memory, in units of one device's limit
-Ways = tuple[list[int], list[int], list[int]]  # sequences that stay on all of a group, of its left half, of its right
+Ways = tuple[list[int], list[int], list[int]]  # sequences on all of a group, on its left half, on its right half
 
 
 def dealt(problem: Problem, degree: int) -> list[int]:
@@ -123,19 +123,17 @@ def signs(count: int) -> np.ndarray:
 
 @functools.cache
 def ternary(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """`[codes, count]` each: 1.0 where the item is left, right, in both; and the code itself (0, 1, 2). The two sides
-    are equal, so that codes with the first item on the right are left out."""
+    """Four arrays `[codes, count]`: three with 1.0 where the item is left, right, or in both, and the code itself (0,
+    1, 2). The two sides are equal, so that codes with the first item on the right are left out."""
     code = np.array(list(itertools.product((0, 1, 2), repeat=count)), np.int8).reshape(-1, count)
     code = code[code[:, 0] != 1] if count else code
     return (code == 0) * 1.0, (code == 1) * 1.0, (code == 2) * 1.0, code
 
 
 class Descent:
-    """Places sequences on the groups beneath one block of devices.
-
-    `amounts`, `[2, sequences]`, are work and tokens in units of one device's limit; `weights[log2(p)]` is the traffic
-    of a token at degree `p`. The result is in `degrees` and `firsts`, shared by all blocks.
-    """
+    """Places sequences on the groups beneath one block of devices. `amounts`, `[2, sequences]`, are work and tokens in
+    units of one device's limit; `weights[log2(p)]` is the traffic of a token at degree `p`. The result is in `degrees`
+    and `firsts`, shared by all blocks."""
 
     def __init__(self, amounts: np.ndarray, weights: Sequence[float]) -> None:
         self.work, self.tokens = amounts.tolist()
@@ -243,7 +241,7 @@ def halves(
 ) -> tuple[float, list[int], list[int]]:
     """Deals `members` to two sides, by Karmarkar-Karp differencing down to `ENTITIES` entries, then by trying all ways.
     Returns (unevenness, left, right). The unevenness is the larger of the differences in work and tokens, each divided
-    by its spare part; a difference in tokens above the spare part counts `HARD` times."""
+    by its spare part. A difference in tokens above the spare part counts `HARD` times."""
     by_work, by_tokens = 1 / spare_work, 1 / spare_tokens
     heap: list[tuple[float, int, float, float, list[int], list[int]]] = []
     for k, i in enumerate(members):
@@ -276,12 +274,9 @@ def halves(
 @functools.cache
 def subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Returns (starts, codes, left, right, in_both): each of `count` items is outside a group (0), in its left half
-    (1), its right half (2) or both halves (3).
-
-    Codes are ordered by the set of items that are in the group: the codes of set `m` (bit `i`: item `i` is in it) are
-    `[starts[m], starts[m + 1])`. `left` and `right` hold the share of an item that each half computes, `in_both` is
-    1.0 where an item stays in both.
-    """
+    (1), its right half (2) or both halves (3). Codes are ordered by the set of items that are in the group: the codes
+    of set `m` (bit `i`: item `i` is in it) are `[starts[m], starts[m + 1])`. `left` and `right` hold the share of an
+    item that each half computes, `in_both` is 1.0 where an item stays in both."""
     code = np.array(list(itertools.product(range(4), repeat=count)), np.int8).reshape(-1, count)
     here = ((code > 0) << np.arange(count)).sum(1)
     order = np.argsort(here, kind="stable")
@@ -293,10 +288,8 @@ def subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray,
 
 class Exchange:
     """Improves `degrees` and `firsts` in place; no device's load exceeds 1, or its former load if that is more.
-
     `amounts`, `[2, sequences]`, are work and tokens over a device's limit; `weights[log2(p)]` is a token's traffic at
-    degree `p`.
-    """
+    degree `p`."""
 
     def __init__(
         self, amounts: np.ndarray, weights: Sequence[float], degrees: list[int], firsts: list[int], num_devices: int
@@ -363,7 +356,7 @@ class Exchange:
         bounds, codes, in_left, in_right, in_both = subsets(len(free))
         amounts = self.amounts[free]
         shares = (amounts / half).T
-        # Each resource is a row: columns would take twice as long.
+        # Each resource is a row, since columns would take twice as long.
         left, right = shares @ in_left.T, shares @ in_right.T
         saved = self.weights[size.bit_length() - 1] - self.weights[half.bit_length() - 1]
         price = in_both @ (amounts[:, 1] * saved)

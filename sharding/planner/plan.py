@@ -4,8 +4,8 @@ Limits are the bounds of a plan; a Problem is one microbatch to place, in number
 place, `pose` raises PlanError, naming the sequence or field.
 
 Devices are numbered along the mesh in row-major order. A group of degree `p` is `p` consecutive devices beginning at a
-multiple of `p`, so any two groups are disjoint or nested (FlexRL section 3.3), and a group is the product of the last
-`log2(p)` mesh axes.
+multiple of `p`, the product of the last `log2(p)` mesh axes. Any two groups are therefore disjoint or nested (FlexRL
+section 3.3).
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ class PlanError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """A round of a plan, computed by all devices at once: one stream of sequences on each group of `degree` devices.
-
-    `groups[g]` are the sequences, in order, of the stream of devices `[g * degree, (g + 1) * degree)`. A stream
-    is cut into `degree` chunks; the first chunks may be one token longer.
-    """
+    """A round of a plan, computed by all devices together: one stream of sequences on each group of `degree` devices.
+    `groups[g]` are the sequences, in order, of the stream of devices `[g * degree, (g + 1) * degree)`. A stream is cut
+    into `degree` chunks; the first chunks may be one token longer."""
 
     degree: int
     groups: tuple[tuple[int, ...], ...]
@@ -41,11 +39,9 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class ShardPlan:
-    """Devices `[firsts[i], firsts[i] + degrees[i])` compute sequence `i`.
-
-    `rounds` are in the order of execution, degrees never increasing (highest sharding first); each sequence is in
-    exactly one round. `work` is the compute of each sequence, in any unit; by default `length**2`.
-    """
+    """Devices `[firsts[i], firsts[i] + degrees[i])` compute sequence `i`. `rounds` are in the order of execution,
+    degrees never increasing (highest sharding first); each sequence is in exactly one round. `work` is the compute of
+    each sequence, in any unit; by default `length**2`."""
 
     num_devices: int
     lengths: tuple[int, ...]
@@ -81,7 +77,6 @@ class ShardPlan:
         return _peak(self.memory())
 
     def over_devices(self, share: np.ndarray) -> np.ndarray:
-        """`[devices]`: the sum of `share`, an amount for each sequence on each of its devices."""
         return over_devices(share, np.array(self.degrees, int), np.array(self.firsts, int), self.num_devices)
 
 
@@ -111,12 +106,10 @@ def rounds(num_devices: int, degrees: Sequence[int], firsts: Sequence[int]) -> t
 
 
 class Deal(NamedTuple):
-    """Attention heads as they are dealt to the devices of a group, each of which computes equally many.
-
-    If heads do not divide evenly, zeros fill them up, or several devices get copies of a KV head and divide
-    the query heads that read it. There are `kv` KV heads after filling up, `copies` copies of each, and `queries` query
-    heads for each copy. All copies are cut into `degree` consecutive equal parts.
-    """
+    """Attention heads as they are dealt to the devices of a group, each of which computes equally many. If heads do not
+    divide evenly, zeros fill them up, or several devices get copies of a KV head. Devices with copies divide the query
+    heads that read this KV head. There are `kv` KV heads after filling up, `copies` copies of each, and `queries` query
+    heads for each copy. All copies are cut into `degree` consecutive equal parts."""
 
     degree: int
     kv: int
@@ -134,12 +127,10 @@ class Deal(NamedTuple):
 
 @functools.lru_cache
 def deal_heads(num_heads: int, num_kv_heads: int, degree: int) -> Deal:
-    """The deal with the fewest query heads a device (compute), then the fewest KV heads (traffic).
-
-    KV heads whose number `degree` divides are neither filled up nor copied. Zeros multiply the compute of attention by
-    `local_queries * degree / num_heads`: 8 / 7 for 28/4 heads at 8. Raises PlanError for a degree above the number of
-    query heads, and ValueError for heads that are no multiple of the KV heads.
-    """
+    """The deal with the fewest query heads a device (compute), then the fewest KV heads (traffic). KV heads whose
+    number `degree` divides are neither filled up nor copied. Zeros multiply the compute of attention by `local_queries
+    * degree / num_heads`: 8 / 7 for 28 query heads, 4 KV heads and degree 8. Raises PlanError for a degree above the
+    number of query heads, and ValueError for heads that are no multiple of the KV heads."""
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads can't be shared by {num_kv_heads} KV heads")
     if degree > num_heads:
@@ -159,10 +150,10 @@ class Limits:
     """The settings of every planner. Sizes are tokens.
 
     `max_degree`: most devices for one sequence, a power of two; 0 for the most that devices and heads allow. A group
-    stays in an aligned block; the block's size is the largest power of two that divides the devices (12: 4, odd: 1).
+    stays in an aligned block, whose size is the largest power of two that divides the number of devices.
     `num_heads`: query heads; no degree exceeds this number. 0: heads set no bound.
-    `alpha`: most tokens of a device over the mean (FlexRL's alpha). More are accepted, as few as the search finds, only
-    if one sequence or one block of `max_degree` devices holds more at the highest degree.
+    `alpha`: most tokens of a device over the mean (FlexRL's alpha). More are accepted only if one sequence, or one
+    block of `max_degree` devices, holds more even at the highest degree.
     `tolerance`: excess of the largest compute load over the smallest possible that is accepted for less traffic.
     `tokens_per_device`: the tokens of a device's buffer, padding of chunks included; never exceeded. 0: no bound.
     `tau`: degrees above `tau` leave a host, and their traffic counts `GAMMA` times (SplitCost).
@@ -208,11 +199,9 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """One microbatch to place. `lengths_I` (int64) and `work_I` (float64) are tokens and work of each sequence.
-
-    Under any plan, the largest compute of a device is at least `least_compute`, the largest number of tokens at least
-    `least_memory`. Planners aim at `compute_limit` and `memory_limit` as the most of a device.
-    """
+    """One microbatch to place. `lengths_I` (int64) and `work_I` (float64) are tokens and work of each sequence. Under
+    any plan, the largest compute of a device is at least `least_compute`, the largest number of tokens at least
+    `least_memory`. Planners aim at `compute_limit` and `memory_limit` as the most of a device."""
 
     lengths_I: np.ndarray
     work_I: np.ndarray
@@ -261,11 +250,8 @@ def pose(
     limits: Limits,
     work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
 ) -> Problem:
-    """The problem of placing sequences of `lengths` tokens within `limits`.
-
-    The compute of a sequence is its `work`, or else `length**2`. Raises PlanError, naming sequence or field, for a
-    problem that no planner can solve.
-    """
+    """The problem of placing sequences of `lengths` tokens within `limits`. The compute of a sequence is its `work`, or
+    else `length**2`. Raises PlanError, naming sequence or field, for a problem that no planner can solve."""
     degree = limits.degree(num_devices)
     lengths_I = np.asarray(lengths)
     if lengths_I.ndim != 1 or (lengths_I.size and lengths_I.dtype.kind not in "iu"):

@@ -35,8 +35,8 @@ FEW = 16  # ways that a beam of repair keeps, at most
 def search(
     problem: Problem, starts: list[Placement], good: Callable[[Placement], bool], *, mend: bool
 ) -> Iterator[Placement]:
-    """Yields placements until the caller accepts one: from `starts`, by beams and, with `mend`, by repair; then by more
-    beams and more repair."""
+    """Yields the best placement of `starts` and of beams, then, with `mend`, placements by repair. Then does the same
+    once more, with more beams and more repair."""
     found = list(starts)
 
     def score_of(placement: Placement) -> Score:
@@ -98,7 +98,7 @@ def beam(
     """(degree, first device within the block) of every sequence: `[blocks, sequences]` int each.
 
     Beam search places the largest sequence first, on any aligned group of 2^k devices, in each of the best ways so far.
-    Blocks of devices are independent, and searched in lockstep: one numpy call serves all blocks.
+    Blocks of devices are independent, and searched in lockstep, so that one numpy call serves all blocks.
 
     `work_KI` and `tokens_KI`, `[blocks, sequences]`, are in units of one device's limit, zero behind a block's last
     sequence. `held_KRD`, `[blocks, 2, devices]`, has the work and the tokens of each device before the search.
@@ -155,7 +155,6 @@ def device_shares(degree_I: np.ndarray, first_I: np.ndarray, num_devices: int) -
 
 
 def _groups(loads_KBRD: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
-    """(the largest load in each group of devices, the sum of the loads): `[blocks, ways, 2, groups]` each."""
     most, total = [loads_KBRD], [loads_KBRD]
     for _ in range(levels - 1):
         most.append(np.maximum(most[-1][..., ::2], most[-1][..., 1::2]))
@@ -214,12 +213,10 @@ def repair(
     good: Callable[[Placement], bool],
     rounds: int,
 ) -> Placement:
-    """A placement no worse by `score_of`, after `rounds` rounds of repair or as soon as it is `good`.
-
-    `amounts`, `[2, sequences]`: work and tokens in units of one device's limit. `weights[log2(p)]` is the traffic of a
-    token at degree `p`; the last entry is that of a complete block. Sequences that cause traffic, and sequences on
-    devices that exceed a limit, are likelier to be moved. The same arguments give the same placement.
-    """
+    """A placement no worse by `score_of`, after `rounds` rounds of repair or as soon as it is `good`. `amounts`,
+    `[2, sequences]`: work and tokens in units of one device's limit. `weights[log2(p)]` is the traffic of a token at
+    degree `p`; the last entry is that of a complete block. Sequences that cause traffic, and sequences on devices that
+    exceed a limit, are likelier to be moved. The same arguments give the same placement."""
     rng = np.random.default_rng(0)
     degrees, firsts = (np.array(row) for row in placement)
     best = score_of(placement)

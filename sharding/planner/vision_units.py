@@ -22,7 +22,8 @@ def spread_vision(
     replica: int = 0,
 ) -> np.ndarray:
     """Returns the device of each unit, `[units]` int64. The units of the vision tower (images and frame pairs) are
-    spread over the devices of their replica: `replica` consecutive devices; 0: all devices.
+    spread over the devices of their replica. A replica is `replica` consecutive devices, or all devices if `replica` is
+    0.
 
     `units`: patches of each unit. Consecutive equal units of one home (the frame pairs of a video) are dealt together.
     `home_first`, `home_degree`: the devices that hold the tokens of each unit, its home. In each replica the largest
@@ -104,7 +105,7 @@ def _level(loads: np.ndarray, size: int, count: int, room: np.ndarray) -> np.nda
 
 
 def surely_hold(patches: int, frame: int, devices: int, cap: int) -> bool:
-    """Says whether devices of `cap` patches surely hold `patches`, spread in units of at most `frame` patches: the
+    """Says whether devices of `cap` patches surely hold `patches`, spread in units of at most `frame` patches. The
     largest load under `spread_vision` is at most 1.05 of the mean, or at most the mean plus one unit."""
     mean = patches / devices
     return patches <= cap or (mean * TARGETS[0] <= cap and mean + frame <= cap)

@@ -61,9 +61,8 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The device and column of every token of a shard plan. `starts` and `counts` are those of `Spread`, `[devices,
-    rounds of the plan]`. A layout has no sizes of buffers yet; see `needs`.
-    """
+    """The device and column of every token of a shard plan. `starts` and `counts` are those of `Spread`,
+    `[devices, rounds of the plan]`. A layout has no sizes of buffers yet; see `needs`."""
 
     plan: ShardPlan
     starts: np.ndarray
@@ -75,8 +74,8 @@ class Layout:
         return sizes | {name: int(self.counts[:, j].max(initial=1)) for j, name in enumerate(self.names())}
 
     def places(self) -> tuple[np.ndarray, np.ndarray]:
-        """(device, column) of every token, sequence after sequence. Each call computes the places anew:
-        process 0 of several has the layouts of a complete step, and needs few places."""
+        """(device, column) of every token, sequence after sequence. Each call computes the places anew, since process 0
+        of several has the layouts of a complete step, and needs few places."""
         first_token = np.cumsum([0, *self.plan.lengths])
         device, column = np.zeros((2, first_token[-1]), np.int64)
         for j, round in enumerate(self.plan.rounds):
@@ -126,11 +125,8 @@ class SizedLayout:
         return self.cells // self.columns
 
     def spread(self, predecessors: np.ndarray) -> tuple[np.ndarray, Spread]:
-        """(`predecessors` as in `PackedTokens`, the `Spread`).
-
-        If the predecessor is in the token's own row, its index is its column; otherwise, from `columns` on, it is an
-        index into the exports of the group of the highest degree, device by device.
-        """
+        """(`predecessors` as in `PackedTokens`, the `Spread`). The index of a predecessor in the token's own row is its
+        column. Indices from `columns` on count the exports of the group of the highest degree, device by device."""
         column = self.cells[predecessors] % self.columns
         foreign = np.flatnonzero(self.device[predecessors] != self.device)
         exported, which = np.unique(self.cells[predecessors[foreign]], return_inverse=True)  # device by device
@@ -176,10 +172,8 @@ def _round_order(name: str) -> tuple[int, int]:
 
 
 def size_weight(name: str) -> float:
-    """The cost of a unit of a buffer's size. A column of the row passes all of the decoder and costs 1.
-
-    Sharded rounds are sent; patches and features pass a smaller tower, and are sent; exports are few.
-    """
+    """The cost of a unit of a buffer's size. A column of the row passes all of the decoder and costs 1. Columns of
+    sharded rounds are sent in addition. Patches and features pass a smaller tower, and are sent. Exports are few."""
     if name.startswith("round/"):
         return 0.25 if _round_order(name)[0] < -1 else 0.05
     if name in ("patches", "frame") or name.startswith("send/"):

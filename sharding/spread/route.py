@@ -24,8 +24,7 @@ from .shapes import Sizes
 class ExchangeRoute:
     """The plan of all exchanges: `sends[k][device]` are the rows of the device's buffer that cross axis `axes[k]` in
     exchange `k`. Received rows are appended to the buffer, which begins with the device's own features. Unused entries
-    send row 0.
-    """
+    send row 0."""
 
     sends: tuple[Any, ...]  # i32 [devices, count] each
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
@@ -62,12 +61,10 @@ def route(
     rows: int,
     counts: Mapping[str, int],
 ) -> tuple[ExchangeRoute, np.ndarray]:
-    """Returns (the route, the row of each requested feature in the final buffer of its `target`).
-
-    Requested feature `i` is row `row[i]` of the `rows` features of device `source[i]`, for device `target[i]`; a
-    feature may be requested several times. `counts` are the sizes of each axis's transfer: those of `crossings`, or
-    larger. Raises ValueError if a feature would have to leave its replica; sequence groups stay within a replica.
-    """
+    """Returns (the route, the row of each requested feature in the final buffer of its `target`). Requested feature `i`
+    is row `row[i]` of the `rows` features of device `source[i]`, for device `target[i]`; a feature may be requested
+    several times. `counts` are the sizes of each axis's transfer: those of `crossings`, or larger. Raises ValueError if
+    a feature would have to leave its replica; sequence groups stay within a replica."""
     axes = binary_axes(num_devices)
     block = replica_size(num_devices)
     if np.any(source // block != target // block):

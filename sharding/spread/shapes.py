@@ -27,9 +27,9 @@ class ShapeBook:
     """The sizes that have been compiled so far, at most `most` entries.
 
     The cheapest entry that is large enough serves a request, unless a new entry would be cheaper by more than the share
-    `slack` (see `patience`). A new entry has the requested columns, rounded up by an eighth of an octave at most. Its
-    other sizes, relative to its columns, are at least as large as in all earlier entries, so that entries differ in
-    little but their columns. The last entry has the largest possible sizes (caps), and serves every possible request.
+    `slack` (see `patience`). A new entry has the requested columns, rounded up (`round_up`). Relative to its columns,
+    most of its other sizes are at least as large as in all earlier entries, so that entries differ in little but their
+    columns. The last entry has the largest possible sizes (caps), and serves every possible request.
 
     Entries for one number of devices are useless for another number: each number has its own entries, at most `most`.
     If microbatches of single devices and of all devices alternate (`odc`), single devices get `alone` of the `most`
@@ -66,7 +66,8 @@ class ShapeBook:
     def choose(
         self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
     ) -> tuple[Sizes, Sizes | None]:
-        """Returns (sizes of the buffers now, sizes to compile for later or None); without `ahead`, (`fit`'s, None)."""
+        """Returns (the sizes of the buffers now, the sizes to compile for later or None). Without `ahead`, returns the
+        sizes of `fit` and None."""
         sizes = self.fit(needs, caps, cost, devices, exact)
         if not self.ahead:
             return sizes, None
@@ -86,7 +87,7 @@ class ShapeBook:
         self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
     ) -> Sizes:
         """The sizes of buffers for this number of devices: at least `needs`, each at most its cap (if it has one). With
-        `exact`, sizes equal `needs`, except `frame`, which never shrinks, while more than one entry may be made."""
+        `exact`, while more than one entry may be made, sizes equal `needs`, but `frame` never shrinks."""
         usable, places = self._usable(needs, caps, devices), self.places(devices)
         # Drops entries of other settings: a resumed run may have smaller buffers, or another strategy.
         entries = self.entries[devices] = list(usable)
@@ -127,12 +128,13 @@ class ShapeBook:
         return self.slack * (1 + self.served.get(devices, 0) / SETTLED)
 
     def settled(self, devices: int) -> bool:
-        """Says whether requests that no entry serves have become rare: a new entry would hardly be used again."""
+        """Says whether requests that no entry serves have become rare, so that a new entry would hardly be used
+        again."""
         return self.served.get(devices, 0) >= max(3 * SETTLED, self.divided.get(devices, 0) + SETTLED // 2)
 
     def divide(self, devices: int) -> None:
-        """Notes that a request was divided into smaller requests and got no entry. The next such request gets an entry
-        if it follows soon: lengths have then grown for good."""
+        """Notes that a request was divided into smaller requests and got no entry. The next request that no entry
+        serves gets an entry if it follows soon, since lengths have then grown for good."""
         self.divided[devices] = self.served.get(devices, 0)
 
     def begin_anew(self) -> None:
@@ -198,7 +200,8 @@ class ShapeBook:
 
 
 def _present(entries: Sequence[Sizes]) -> list[Sizes]:
-    """Copies of the entries, without those of spread streams that count chunks: today such entries count runs."""
+    """Copies of the entries, without entries of older checkpoints for spread streams, which count chunks instead of
+    runs."""
     return [dict(sizes) for sizes in entries if GIVEN in sizes or PER_ROW not in sizes]
 
 

@@ -2,30 +2,29 @@
 
 Within a group of `p` devices every device holds 1/p of the tokens of a stream with all their heads. An all-to-all turns
 this into all tokens with 1/p of the heads, the layer mixes tokens locally, and a second all-to-all goes back (Ulysses).
-A `HeadMixer` is a kind of layer that does so: attention is in this file, the delta rule in `recurrence`.
+A `HeadMixer` is a kind of layer that mixes tokens in this way: attention is in this file, the delta rule in
+`recurrence`.
 
-FlexRL section 3 and algorithm 1: groups of different degrees follow each other as rounds, highest degree first. The
-first round's tokens travel while unsharded sequences are computed, each further round's while the round before is
-computed. The backward pass is written out and does the same, in the same order; a transposed forward pass would wait
-for every transfer.
+Groups of different degrees follow each other as rounds, highest degree first (FlexRL section 3, algorithm 1). The
+tokens of the first round travel while unsharded sequences are computed; the tokens of each further round travel while
+the round before is computed. The backward pass is written out in the same order, because a transposed forward pass
+would wait for every transfer.
 
 For the backward pass every round keeps the inputs that it received and what its gradient needs (attention: the output
 and the log-sum-exp). Sending inputs a second time would double the traffic of the backward pass. To save this memory,
 wrap layers in `jax.checkpoint`.
 
-Rounds can't deadlock. All devices run one program, so that all issue the same collectives in the same order. Columns,
-counts and tiles differ between devices, but they are data, and a device without a token in a round still exchanges its
-padding. Number the collectives in that order. Groups of one collective are disjoint and cover all devices; groups of
-two collectives are disjoint or nested, for a group is a product of trailing mesh axes. Suppose that devices wait for
-ever, and look at the lowest-numbered collective in which a device waits. It waits for a device of its group that has
-not reached this collective. That device waits in a lower-numbered collective (a contradiction), or it computes; the
-computation ends, as the loops over tiles and chunks have a fixed length. So that device reaches the collective, which
-then ends. The same holds for asynchronous starts, as long as they run in the order in which the compiled program issues
-them.
+Rounds can't deadlock. All devices run one program, and issue the same collectives in the same order; let the
+collectives be numbered in this order. A device without a token in a round still exchanges its padding. Groups of one
+collective are disjoint and cover all devices. Groups of two collectives are disjoint or nested, because a group is a
+product of trailing mesh axes. Suppose that devices wait for ever, and take a device that waits in the lowest-numbered
+collective. It waits for a second device of its group, which has not reached this collective. The second device waits in
+no lower-numbered collective, so it computes. Its computation ends, since the loops over tiles and chunks have a fixed
+length. It then reaches the collective, which contradicts the assumption. The same holds for asynchronous starts that
+run in the order in which the compiled program issues them.
 
-The argument does not need the order of degrees. Degrees still never increase among the exchanges of one direction: a
-device leaves a group's exchange only for an exchange of the same group or of a group within it. XLA:GPU keeps this
-order; XLA:CPU drops the barriers that state it, and runs another order, the same on all devices.
+The argument does not need the order of degrees. XLA:GPU keeps this order. XLA:CPU drops the barriers that state the
+order, and runs another order, the same on all devices.
 """
 
 import abc
@@ -50,12 +49,10 @@ Compute = Callable[[int, PyTree], tuple[PyTree, PyTree]]  # (round, stream) -> r
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class View:
-    """One round as a device sees it: columns of its row from `start`; the `valid` columns belong to the round.
-
-    The other columns belong to other rounds or are the row's padding. They are masked: `read` gives zeros for them
-    (segment 0, too), and `write` leaves them unchanged. `axes` are the group's mesh axes (none for one device), `table`
-    says which tokens of the group's stream a layer mixes: `Tiles` for attention, `PackedRuns` for the delta rule.
-    """
+    """One round as a device sees it: columns of its row from `start`; the `valid` columns belong to the round. The
+    other columns belong to other rounds or are the row's padding. They are masked: `read` gives zeros for them (segment
+    0, too), and `write` leaves them unchanged. `axes` are the group's mesh axes (none for one device), `table` says
+    which tokens of the group's stream a layer mixes: `Tiles` for attention, `PackedRuns` for the delta rule."""
 
     start: Any  # i32 []
     valid: Any  # bool [budget]
@@ -83,12 +80,10 @@ def _wide(valid: Array, part: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class HeadMixer(abc.ABC):
-    """A kind of layer whose heads mix tokens independently of each other.
-
-    `heads` counts the heads of the outputs, `groups` the KV heads or key heads; equally many heads read each group. A
-    unit is such a group, or a copy of a group, with its heads (see `Deal`). A stream has arrays `[S, units, ...]`: all
-    tokens of the devices that share a round, and the units of one device.
-    """
+    """A kind of layer whose heads mix tokens independently of each other. `heads` counts the heads of the outputs,
+    `groups` the KV heads or key heads; equally many heads read each group. A unit is such a group, or a copy of a
+    group, with its heads (see `Deal`). A stream has arrays `[S, units, ...]`: all tokens of the devices that share a
+    round, and the units of one device."""
 
     heads: int
     groups: int
@@ -228,7 +223,6 @@ mixed.defvjp(_forward, _backward)
 
 
 def _row(columns: int, views: tuple[View, ...], parts: list[PyTree]) -> PyTree:
-    """Rows of `columns` tokens: the `parts` of the rounds in their views' columns, and zeros elsewhere."""
     row = jax.tree.map(lambda part: jnp.zeros((columns, *part.shape[1:]), part.dtype), parts[0])
     for view, part in zip(views, parts, strict=True):
         row = jax.tree.map(view.write, row, part)
@@ -241,9 +235,9 @@ def _execute(
     """Sends each round's `[degree, budget, ...]` to its group, computes on the stream, and sends the results back.
 
     Barriers fix the order in the program: no round's exchange starts before the exchange of the previous round has
-    arrived, and no round is computed before all previous rounds. The compiler only has to start an exchange as early as
-    barriers allow, together with the computation of the previous round. On GPUs it does so under
-    `mesh.compiler_options`. Operations are named `{phase}_round{j}_{send, verb, return}`.
+    arrived, and no round is computed before all previous rounds. The compiler should start an exchange as early as
+    barriers allow, while the previous round is computed; on GPUs, `mesh.compiler_options` make it do this. Operations
+    are named `{phase}_round{j}_{send, verb, return}`.
     """
     back, kept = list(outgoing), list[PyTree](outgoing)
     alone = [j for j, view in enumerate(views) if view.degree == 1]
