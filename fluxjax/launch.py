@@ -2,11 +2,11 @@
 
     python -m fluxjax.launch --processes 2 -- --config=configs/vlm.py --config.run_dir=runs/two
 
-Arguments behind `--` go to `python -m fluxjax.train`. Process 0 writes here; the others to RUN.process-1.log and so
-on, beside the run's folder. When a process is killed, fails or freezes, all processes end, and a new attempt goes on
-from the newest checkpoint. At most --restarts new attempts in a row begin without a newer checkpoint. An error that
-only you can mend (a setting, a file) ends the run. On clusters, start `fluxjax.train` itself, with
-`--config.distributed.*`; a run that the scheduler starts again (deploy/) goes on from its newest checkpoint.
+Arguments behind `--` go to `python -m fluxjax.train`. Process 0 writes here, process N to RUN.process-N.log beside the
+run's folder. When a process is killed, fails or freezes, all processes end, and a new attempt goes on from the newest
+checkpoint. At most --restarts new attempts in a row begin without a newer checkpoint. An error that only you can mend
+(a setting, a file) ends the run. On clusters, start `fluxjax.train` itself, with `--config.distributed.*`; a run that
+the scheduler starts again (deploy/) goes on from its newest checkpoint.
 """
 
 from __future__ import annotations

@@ -43,7 +43,6 @@ class ShadowTensor:
     __slots__ = ("dtype", "pieces", "shape")
 
     def __init__(self, pieces: Sequence[Piece], row_shape: Sequence[int], dtype: np.dtype) -> None:
-        """Joins these pieces to a tensor whose rows have the shape `row_shape`."""
         self.pieces = tuple(_joined(pieces))
         self.shape = (sum(map(len, self.pieces)), *row_shape)
         self.dtype = np.dtype(dtype)
@@ -59,7 +58,7 @@ class ShadowTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that its data would take in memory."""
+        """The bytes that the tensor's data would take in memory."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def __len__(self) -> int:

@@ -79,10 +79,10 @@ def group_axes(axes: tuple[str, ...], degree: int) -> tuple[str, ...]:
 
 
 # `spread.ulysses` computes attention in rounds and exchanges tokens meanwhile. By default XLA has one collective under
-# way: a round's second all-to-all, or a gather of weights, delays the first all-to-all of the next round. XLA also
-# starts collectives as late as estimates allow, and estimates loops over tiles as 0 s: in the backward pass an
-# all-to-all starts after the attention that should hide it. Schedules compiled for 8 H100 by jax 0.10.2 had both.
-# XLA gives all collectives one queue (its `operation_queue_id`): collectives still run in program order.
+# way, so that a round's second all-to-all, or a gather of weights, delays the first all-to-all of the next round. XLA
+# also starts collectives as late as its estimates allow, and estimates loops over tiles as 0 s. In the backward pass an
+# all-to-all then starts after the attention that should hide it. Collectives share one queue of XLA (its
+# `operation_queue_id`), and still run in program order.
 GPU_OVERLAP: Mapping[str, int | bool] = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,

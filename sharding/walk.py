@@ -1,14 +1,14 @@
 """The walk over a model's layers, which every strategy shares, and the types of losses and results.
 
-A strategy decides where weights come from and what the backward pass keeps while a stack of layers is walked. A
-model never asks on how many devices it runs. It calls `walk.use(module)` before it reads a module's weights and
-`walk.scan(...)` over its `Stack` of layers; in these calls FSDP gathers weights, and one device has none to gather.
+A strategy decides where weights come from and what the backward pass keeps while a stack of layers is walked. A model
+never asks on how many devices it runs. It calls `walk.use(module)` before it reads a module's weights and
+`walk.scan(...)` over its `Stack` of layers. In these calls FSDP gathers weights.
 
-Under fully sharded data parallelism (`Fsdp`), every device holds a slice of every weight and computes its own rows.
-A layer's weights are gathered when the walk reaches the layer, and dropped after it. The transpose of the gather
-scatters and sums their gradients, so that no device ever holds a complete gradient either. Several of these devices may
-share a sequence: the batch says so (`sharding.spread`), and `forward` attends over them. Forward and backward pass are
-one fully manual `shard_map`: under automatic partitioning gradients came out replicated, without a reduce-scatter.
+Under fully sharded data parallelism (`Fsdp`), every device holds a slice of every weight and computes its own rows. A
+layer's weights are gathered when the walk reaches the layer, and dropped after it. The transpose of the gather scatters
+and sums their gradients, so that no device holds the complete gradients of all layers. If the batch spreads a sequence
+over several devices (`sharding.spread`), `forward` attends over these devices. Forward and backward pass are one fully
+manual `shard_map`, since automatic partitioning left gradients replicated, without a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _all_but_gathered(primitive: jax.extend.core.Primitive, *_: object, **__: ob
 
 
 def _all_but_weights(primitive: jax.extend.core.Primitive, *_: object, **__: object) -> bool:
-    """The policy for layers in a period: drops also slices, which would copy the weights of the stacks."""
+    """The policy for layers of a period, which also drops slices: kept slices would copy the weights of the stacks."""
     return not primitive.name.startswith(("all_gather", "slice", "squeeze"))
 
 
@@ -85,8 +85,8 @@ def _entry(tree: PyTree, index: int | None) -> PyTree:
 class Stack:
     """The layers of a model, of one or several kinds: `order` has the kind of each layer.
 
-    The layers of a kind are one module, whose weights have a leading layer axis: layer `i` is the entry
-    `order[:i].count(order[i])` of `modules[order[i]]`. A kind is called as the model's attribute that has its layers.
+    The layers of a kind are one module, whose weights have a leading layer axis. Layer `i` is the entry
+    `order[:i].count(order[i])` of `modules[order[i]]`. A kind has the name of the model's attribute with its layers.
     """
 
     modules: Mapping[str, nnx.Module]
@@ -99,7 +99,7 @@ class Stack:
 
     @property
     def period(self) -> tuple[str, ...]:
-        """The shortest beginning of `order` that repeated gives `order`: one layer, if there is one kind."""
+        """The shortest beginning of `order` whose repetition gives `order`: a single layer if there is one kind."""
         layers = len(self.order)
         repeats = (n for n in range(1, layers) if layers % n == 0 and self.order[:n] * (layers // n) == self.order)
         return self.order[: next(repeats, layers)]
@@ -115,19 +115,21 @@ class Walk:
     """The single-device walk, and the base of all other walks.
 
     `gather(spec, local)` turns the local shard of an (unstacked) weight into the complete weight, in the compute dtype.
-    `remat` says which values of a layer the backward pass computes again (`REMAT`). With `none` it only gathers weights
-    again: otherwise every device would hold the complete model between forward and backward pass.
+    `remat` says which values of a layer the backward pass computes again (`REMAT`). With `none` the backward pass only
+    gathers weights again, so that no device holds the complete model between forward and backward pass.
     `merge(weight, a, b)` returns a complete weight plus the product of its adapters.
     """
 
     gather: Gather | None = None
     merge: Merge | None = None
     remat: str = "none"
-    # With remat `none`, a loop over at most `unroll` layers is written out: kept values need no copy into stacks.
+    # With remat `none`, a loop over at most `unroll` layers is written out, so that kept values need no copy into
+    # stacks.
     unroll: int = 8
 
     def use(self, module: Module) -> Module:
-        """The module with its complete weights. Call `use` just before weights are read, so that they live briefly."""
+        """The module with its complete weights. Call `use` just before weights are read, so that complete weights live
+        briefly."""
         if self.gather is None:
             return module
         graphdef, state = nnx.split(module)
@@ -252,8 +254,8 @@ class Fsdp:
     declaration says `frozen` have no gradients.
 
     A batch has the same loss and gradients on every mesh, to float tolerance. A planner (`sharding.planner`) decides
-    where each sequence is computed, and the batch is composed after the plan: a run may change planners between steps.
-    `copies`, `loss_and_grad` and `logprobs` are pure and meant to be traced: the caller compiles them.
+    where each sequence is computed, and the batch is composed after the plan. A run may thus change planners between
+    steps. `copies`, `loss_and_grad` and `logprobs` are pure and meant to be traced: the caller compiles them.
     """
 
     def __init__(
@@ -331,8 +333,9 @@ class Fsdp:
         return frozenset(path for path, cut in cuts.items() if self._axes == (cut.axes if cut else ()))
 
     def copies(self, params: Params) -> Params:
-        """The parameters with the `copied` weights in `compute_dtype`, cast once for all microbatches of a step; else
-        `loss_and_grad` casts them twice a microbatch. The gradients of the cast weights have this dtype, too."""
+        """The parameters with the `copied` weights in `compute_dtype`, cast once for all microbatches of a step.
+        Without copies, `loss_and_grad` casts weights twice a microbatch. The gradients of the cast weights have this
+        dtype, too."""
         weights = by_path(params)
         return unflatten_dict(weights | {path: self._cast(weights[path]) for path in self.copied})
 
@@ -362,7 +365,7 @@ class Fsdp:
         return self._on_mesh(local, (self.param_specs(), self._row_specs(inputs)), self._rows(0))(params, inputs)
 
     def _on_mesh(self, local: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
-        # Replication is checked: if an output is declared equal on all devices and is not, an error is raised here.
+        # `check_vma` raises an error here if an output that is declared equal on all devices is not.
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
     def _gather(self, spec: WeightSpec, local: jax.Array) -> jax.Array:

@@ -2,8 +2,8 @@
 
 Low-rank adapters (LoRA, arXiv:2106.09685) are weights, too: beside `q` (`[in..., out...]`, frozen) are `q_lora_a`
 (`[in..., R]`) and `q_lora_b` (`[R, out...]`), which are trained. No model reads adapters: when a layer is used, a walk
-adds `factor * a @ b` in float32 to the shard of `q` that a device holds, before it casts and gathers the sum. So every
-strategy computes with the same weights that engines get (`with_adapters`).
+adds `factor * a @ b` in float32 to the shard of `q` that a device holds, before it casts and gathers the sum. Every
+strategy thus computes with the weights that engines get (`with_adapters`).
 """
 
 from __future__ import annotations
@@ -194,7 +194,8 @@ def is_adapter(path: Path) -> bool:
 
 
 def attach(model: nnx.Module, paths: Iterable[Path], rank: int, factor: float, init_a: Initializer) -> None:
-    """Freezes all weights of an abstract model, and adds adapters to those at `paths`: `a` by `init_a`, `b` zero."""
+    """Freezes all weights of an abstract model, and adds adapters to the weights at `paths`: `a` by `init_a`, `b`
+    zero."""
     adapted_paths = set(paths)
     for keys, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         path = tuple(map(str, keys))

@@ -83,7 +83,6 @@ class _Rate:
         self._amount = self._seconds = 0.0
 
     def add(self, amount: int, seconds: float) -> float:
-        """Adds a measurement and returns the new rate."""
         self._amount = self._kept * self._amount + amount
         self._seconds = self._kept * self._seconds + seconds
         return self._amount / self._seconds
@@ -147,7 +146,7 @@ class ParallelismPlanner:
     """
 
     max_degree = MAX_DEGREE  # devices of a host, within which an engine stays
-    rise = 1.05  # the degree doubles if preemptions exceed this many times those of the step before
+    rise = 1.05  # multiple of the previous step's preemptions above which the degree doubles
     calm = 4  # the degree halves after this many steps without preemptions
 
     def __init__(self, settings: ParallelismConfig, devices: int = 0, start: int = 0) -> None:

@@ -32,16 +32,15 @@ _LINES = 12  # lines of the log that an error shows
 
 @runtime_checkable
 class SchedulingPolicy(Protocol):
-    """Decides the next instructions, and never changes the books itself. It is asked again after every event, until it
-    returns no instruction."""
+    """Decides the next instructions, and never changes the books."""
 
     def decide(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
-        """Returns the next instructions, all possible in the present state. After an empty answer, the coordinator
-        waits for the next event."""
+        """Returns the next instructions, all possible in the present state. The coordinator asks again after every
+        event, until no instruction is returned."""
         ...
 
     def state_dict(self) -> State:
-        """Returns the policy's memory from step to step."""
+        """Returns what the policy remembers from step to step."""
         ...
 
     def load_state_dict(self, state: SavedState) -> None: ...
@@ -57,8 +56,8 @@ class Coordinator:
         schedules: Mapping[str, RunSchedule] | None = None,
         parallelism: ParallelismPlanner | None = None,
     ) -> None:
-        """`schedules` are values that change during the run, by the names of `make_schedules`. `parallelism`
-        chooses the number of devices of an engine, from the `rollout/preemptions` of each step; if it is None, the
+        """`schedules` are values that change during the run, by the names of `make_schedules`. `parallelism` chooses
+        the number of devices of an engine, from the `rollout/preemptions` of each step. Without `parallelism`, the
         number never changes."""
         self.settings = settings
         self.schedules = dict(schedules or {})
@@ -171,7 +170,6 @@ class Coordinator:
         return said
 
     def _commit(self, instruction: messages.Instruction) -> None:
-        """Enters an instruction into the books."""
         kind = type(instruction)
         self._say[kind](self, instruction)
         if kind in messages.ANSWERED:

@@ -43,7 +43,7 @@ def tagged(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""Returns the content of the last `\boxed{…}`; `None` if there is none, or if the last has no end."""
+    r"""Returns the content of the last `\boxed{…}`; `None` if there is no `\boxed`, or if the last one has no end."""
     begin = text.rfind("\\boxed{")
     if begin < 0:
         return None
@@ -109,7 +109,7 @@ def near(wanted: Fraction, found: Fraction, places: Sequence[Fraction], toleranc
 
 def matches(question: Mapping[str, str]) -> bool:
     """Says whether all of `text` matches `pattern`; a full stop also matches a newline. Some patterns take for ever, so
-    a process that can be killed calls this function and `last_group`."""
+    that this function and `last_group` are called in a process that can be killed."""
     return re.fullmatch(question["pattern"], question["text"], re.DOTALL) is not None
 
 

@@ -111,7 +111,7 @@ def decided(reference: Notation, given: Notation, tolerance: float, lenient: boo
     if wanted.replace(" ", "") == found.replace(" ", ""):
         return True
     if _WORD.fullmatch(wanted) or (_POINTS.fullmatch(wanted) and _POINTS.fullmatch(found)):
-        return wanted.casefold() == found.casefold()  # math-verify reads them as products of letters, in any order
+        return wanted.casefold() == found.casefold()  # math-verify reads words as products of letters, in any order
     if reference.words != given.words or _MISREAD.search(wanted) or _MISREAD.search(found):
         return False
     numbers = as_number(wanted), as_number(found)
@@ -153,7 +153,7 @@ _WORDY = r"text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf)|operatorname|mbox"
 _DECIMAL = r"(?<![0-9])([0-9]{1,20})\."
 _REWRITTEN: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # (pattern, replacement), in this order
     (r"^(-?)\\\$\s?([0-9.,]+)$", r"\1\2\\text{dollars}"),
-    # Removes dollars, \( \) \[ \] but for the \\[2pt] of a matrix, sizes of brackets, and a space of negative width.
+    # Removes dollars, sizes of brackets, a space of negative width, and \( \) \[ \] except in the \\[2pt] of a matrix.
     (r"\\?\$|(?<!\\)\\[()\[\]]|\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])|\\!", ""),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])|\s+", " "),
     (r"\{,\}", ","),

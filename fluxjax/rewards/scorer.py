@@ -1,4 +1,5 @@
-"""Scores responses by the rewards of each source; one call that raises, hangs or returns nonsense can't end the run."""
+"""Scores responses by the rewards of each source. A single call that raises, hangs or returns nonsense can't end a
+run."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fluxjax.rewards")
 
-_KEPT = 65_536  # prompts whose progress is remembered: far more than are in flight
+_KEPT = 65_536  # most prompts whose progress is remembered; far fewer are in flight
 _LOOKED_AT = 500  # answers of a source that are read before a run begins
 _CLOSING_SECONDS = 5.0  # most seconds for a reward's `close`
 _HERE = ("math", "format", "code", "judge")  # kinds of rewards that this process always calls
@@ -137,7 +138,7 @@ class WeightedSum:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states of the rewards that have any, by name."""
+        """Returns the states of the rewards that have a state, by name."""
         states = {name: getattr(reward.reward, "state_dict", None) for name, reward in self.rewards.items()}
         return {name: state() for name, state in states.items() if callable(state)}
 
@@ -150,7 +151,7 @@ class WeightedSum:
 class Scorer:
     """Scores each response by its source's rewards; `decode` turns token ids into the text.
 
-    Built-in rules run at once, all other rewards in slots of their kind (`calls.py`). If a reward raises, takes too
+    Built-in rules run immediately, all other rewards in slots of their kind (`calls.py`). If a reward raises, takes too
     long, or returns neither a `Reward` nor a finite number, the response is scored 0 with the reason.
     """
 
@@ -240,7 +241,7 @@ class Scorer:
             self._open -= 1
 
     def _of_prompt(self, draw: int) -> float:
-        """Returns the progress that sets the weights for all samples of a prompt: samples are compared."""
+        """Returns the progress that sets the weights for all samples of a prompt, since samples are compared."""
         if draw not in self._begun:
             self._begun[draw] = self._progress()
             if len(self._begun) > _KEPT:

@@ -54,7 +54,7 @@ class NumericAnswer(BuiltIn):
 class EditDistance(BuiltIn):
     """Gives 1 - d / L: d is the Levenshtein distance of the text and the prompt's answer, L is the greater length.
 
-    ANLS has this similarity (arXiv:1905.13648, section 4) and the `threshold` 0.5: a less similar text gets
+    ANLS has this similarity (arXiv:1905.13648, section 4) and the `threshold` 0.5. A similarity below `threshold` gives
     0. If there are `<answer>` tags, only the text inside counts. Any white space counts as one space.
     """
 
@@ -139,7 +139,8 @@ class Choice(BuiltIn):
     """Gives 1 if the text chooses the option that the prompt's answer names: by letter, or by the option's text.
 
     Options are read from the prompt: `A. cat`, `(A) cat`, `A) cat`. The choice is in the answer that the text
-    marks, else in the last line that is not empty: `B`, `(B)`, `B. cat`, `the cat`. Who names two options gets 0.
+    marks, else in the last line that is not empty: `B`, `(B)`, `B. cat`, `the cat`. A text that names two options gets
+    0.
     """
 
     name = "choice"
@@ -162,7 +163,7 @@ class Choice(BuiltIn):
 
 def options_of(question: str) -> dict[str, str]:
     """Returns the options of a question by letter; empty unless there are A and B. Letters of options begin lines. If
-    fewer than two lines begin so, letters in brackets within lines count."""
+    fewer than two lines begin with a letter, letters in brackets within lines count."""
     question = question[-TAIL:]
     for pattern in (_OPTION_LINE, _OPTION_INLINE):
         options = _options(question, list(pattern.finditer(question)))
@@ -185,7 +186,8 @@ def _options(question: str, marks: Sequence[re.Match[str]]) -> dict[str, str]:
 
 
 def chosen(text: str, options: Mapping[str, str]) -> set[str]:
-    """Returns the letters that the text chooses: one, if it is clear. Without `options`, all `LETTERS` count."""
+    """Returns the letters that the text chooses, a single one if it is clear. Without `options`, all `LETTERS`
+    count."""
     if len(text) > _LONGEST:
         return set()
     plain = normalise(text)

@@ -129,7 +129,7 @@ class Remedy:
         return f"{' '.join(self.settings)}  ->  {in_gib(self.bytes)} GiB"
 
 
-# Returns a setting, as on the command line, and the account with that setting; None if it changes nothing.
+# Returns a setting, as on the command line, and the account with that setting; None if the change can't be made.
 Change: TypeAlias = Callable[[Account], tuple[str, Account] | None]
 
 

@@ -156,13 +156,13 @@ def check(
     Programs of `layers` decoder layers, and of twice as many, are compiled, and sizes for all layers are extrapolated
     along a straight line. If `layers` is 0 or at least half of the model's, programs of all layers are compiled. For a
     model with layers of several kinds, `layers` is rounded up to a multiple of `attention_interval`, at least twice the
-    interval: a loop over a single interval would be written out, which needs other memory. With `sharding.remat` auto,
+    interval. A loop over a single interval would be written out, which needs other memory. With `sharding.remat` auto,
     the first of `REMATS` with which `accumulate` fits is taken, else the last. Without `longest_row`, the longest row
     of a run that fits is not computed. `RunShapes.of` describes `never_sampled`. Raises ConfigError for settings that
     can't work.
     """
     depth = model.text.num_layers
-    period = model.text.attention_interval  # only multiples of it have the model's mixture of layers
+    period = model.text.attention_interval  # only multiples of the period have the model's mixture of layers
     few = -(-layers // period) * period
     few = max(few, 2 * period) if few and period > 1 else few
     few = few if 0 < 2 * few < depth else depth

@@ -114,7 +114,7 @@ def find_plugin(folder: str = "") -> None:
 
 
 def plugin_packages(path: list[str]) -> tuple[str, str]:
-    """Returns the packages of JAX's CUDA plugin and its compiler, for the CUDA version that is on `path`, else 12."""
+    """Returns the packages of JAX's CUDA plugin and its compiler, for the CUDA version on `path`, else for CUDA 12."""
     return next((names for names in map(_packages, CUDA) if _version(names[0], path)), _packages(CUDA[0]))
 
 

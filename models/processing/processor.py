@@ -81,7 +81,7 @@ class PromptOutline:
 
     @property
     def largest_frame(self) -> int:
-        """Patches of the largest frame pair; 0 without media."""
+        """The number of patches of the largest frame pair; 0 without media."""
         return max((rows * columns for _, rows, columns in self.grids), default=0)
 
 
@@ -168,13 +168,12 @@ class Processor:
 
     @property
     def vision(self) -> bool:
-        """Says whether the model reads media; a text model refuses them."""
+        """Says whether the model reads media."""
         return ARCHITECTURES[self.architecture].rope_index is not None
 
     @property
     def settings(self) -> MediaSettings:
-        """The settings that pixels depend on, besides the files that they come from."""
-
+        """The settings that patches depend on."""
         from .media import MediaSettings
 
         return MediaSettings(self.layout, self.image, self.video, self.frames, self.limits)
@@ -246,7 +245,7 @@ class Processor:
         messages.append({"role": "user", "content": content})
         rendered = render(self.chat_template, messages, **special)
         bos = special.get("bos_token")
-        # As in transformers, `ends` is for models with vision, and for texts that do not begin with the bos token yet.
+        # As in transformers, `ends` is set for models with vision whose text does not begin with the bos token.
         return self.encode(rendered, ends=self.vision and not (bos and rendered.startswith(bos)))
 
     def _check_marks(self, text: str, media: Sequence[tuple[str, Source]]) -> None:
@@ -300,7 +299,7 @@ class Processor:
         return np.concatenate([*parts, token_ids[done:]]).astype(np.int32)
 
     def _pads(self) -> dict[str, int]:
-        """The placeholder of each kind of medium. Raises PromptError if the vocabulary lacks one."""
+        """The placeholder of each kind of medium. Raises PromptError if the vocabulary lacks a placeholder."""
         return {kind: self._media_token(token) for kind, token in PADS.items()}
 
     def _media_token(self, token: str) -> int:

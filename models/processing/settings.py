@@ -1,8 +1,7 @@
 """Preprocessing settings as typed values, read from and written to Hugging Face's JSON files.
 
-Defaults are those of transformers 5.23 (`Qwen2VLImageProcessor`, `Qwen2VLVideoProcessor`), except that videos are
-sampled at 2 frames a second if a checkpoint says nothing, as the authors' own `qwen-vl-utils` does.
-A setting that this code cannot honour is refused, never ignored.
+Defaults are those of transformers 5.23 (`Qwen2VLImageProcessor`, `Qwen2VLVideoProcessor`), with one exception. Videos
+are sampled at 2 frames a second if a checkpoint has no rate, as in the authors' `qwen-vl-utils`.
 """
 
 import dataclasses
@@ -56,7 +55,7 @@ class FrameSettings:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeLimits:
-    """The most that a file may hold to be decoded: a small file can hold a huge picture."""
+    """The largest images and videos that are decoded. A small file can hold a huge picture."""
 
     pixels: int = 2**26  # pixels of an image or a video frame before resizing: 8192 x 8192
     frames: int = 2**20  # frames of a video: 9.7 hours at 30 a second

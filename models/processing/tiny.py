@@ -15,7 +15,7 @@ from .settings import FrameSettings, PixelSettings
 
 END = "<|endoftext|>"
 TIMES = "<0123456789. seconds>"  # characters of the times of frame pairs
-# The tokens stand in the order of Qwen's vocabularies. `END` has id 0, pads, and ends an answer.
+# The tokens stand in the order of Qwen's vocabularies. `END` has id 0. It pads rows, and ends an answer.
 SPECIAL_TOKENS = (END, "<|im_start|>", "<|im_end|>", *MEDIA_TOKENS)
 
 

@@ -3,8 +3,9 @@
 Frames are identified by their times. All packets are read first, without decoding. Their sorted times are the frames'
 times, as a complete decoding has shown (`Medium.seekable`). Then the packets from an entry point on (`EntryPoints`)
 go to a decoder, until the last requested frame is there. Each packet must equal the packet that was read before, and
-each frame must have the next time of the list: a decoding from the start would give the same frames. If anything
-differs, also without seeking, `slice` returns None, and the caller decodes the complete file.
+each frame must have the next time of the list. A decoding from the start would then give the same frames. If a packet
+or frame differs after seeking, the packets are read without seeking. If one differs again, `slice` returns None, and
+the caller decodes the complete file.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Slice:
 class _Note(NamedTuple):
     """Facts of a packet that was read and not decoded. Times are in the stream's time base."""
 
-    time: int | None  # time of its frame
-    begin: int | None  # time of its decoding
+    time: int | None  # time of the packet's frame
+    begin: int | None  # time of the frame's decoding
     duration: int
     place: int | None  # byte offset in the file; None: unknown
     size: int
@@ -177,8 +178,8 @@ def _sought(container: InputContainer, stream: VideoStream, plan: _Plan) -> Iter
 
 
 def _checked(packets: Iterable[Packet], stream: VideoStream, plan: _Plan, number: int) -> Iterator[Packet]:
-    """Yields the packets from the plan's first packet on; `packets` begins with number `number`. Raises _Unexpected
-    for a packet that does not fit its note."""
+    """Yields the packets from the plan's first packet on. `packets` begins with the packet of number `number`. Raises
+    _Unexpected for a packet that does not fit its note."""
     codec = stream.codec.canonical_name
     for packet in packets:
         if packet.size:

@@ -36,8 +36,9 @@ Keep: TypeAlias = Callable[[int, int, np.ndarray], object]
 def sample_indices(
     total: int, seconds: float | None, frames: FrameSettings, temporal_patch: int, *, timed: bool = False
 ) -> np.ndarray:
-    """Indices of the frames to sample among `total` frames of `seconds`, spread as in `Qwen2VLVideoProcessor`; or with
-    `timed` as in `Qwen3VLVideoProcessor`, which samples the last frame, too, and any number of frames.
+    """Indices of the frames to sample among `total` frames of `seconds`, spread as in `Qwen2VLVideoProcessor`. With
+    `timed` they are spread as in `Qwen3VLVideoProcessor`, which also samples the last frame, and any number of frames.
+
 
     Raises ValueError if `total` is 0, and if `frames` has more frames than `total`, or a rate while `seconds` is None.
     """
@@ -111,9 +112,9 @@ class VideoReader:
     def read(self, keep: Keep) -> Sampling:
         """Decodes, samples and resizes the video, and gives `keep` one sampled frame after the other.
 
-        If `keep` gets a first frame again, all frames before it are void: the header was wrong about the frames, and
-        sampling begins anew. Raises MediaError if the frames would not be right, as in a file that was cut off, or if
-        the video exceeds `limits`. All frames are void then.
+        If the header is wrong about the frames, sampling begins anew with the first frame, and all earlier frames are
+        void. Raises MediaError for a video beyond `limits`, and for a damaged or cut-off file. All frames are void
+        then.
         """
         total, seconds, decoded = 0, None, False
         for _ in range(MAX_PASSES):
@@ -191,7 +192,8 @@ class VideoReader:
     def _every_frame(
         self, container: InputContainer, stream: VideoStream, ending: Ending, told: list[int | None]
     ) -> Iterator[av.VideoFrame]:
-        """Yields decoded frames in order. `ending` sees every packet; `told` gets the times of shown packets."""
+        """Yields decoded frames in order. `ending` sees every packet; `told` gets the times of the packets that are
+        shown."""
         count, codec = 0, stream.codec.canonical_name
         for packet in container.demux():
             ending.saw(packet)
@@ -281,8 +283,8 @@ def span(
 ) -> float | None:
     """The seconds from the first frame's start to the last frame's end; None if they are unknown.
 
-    Timestamps count if they are complete and increasing; else the frames' own durations, which a bare stream has
-    from its parameter sets; else the header's rate (`at_rate`), which for a bare stream is the demuxer's guess.
+    Timestamps count if they are complete and increasing, else the frames' own durations, else the header's rate
+    (`at_rate`). A bare stream has durations from its parameter sets, and its rate is the demuxer's guess.
     """
     if base and increasing(times):
         known = [time for time in times if time is not None]

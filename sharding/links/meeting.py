@@ -1,15 +1,14 @@
-"""The processes of a run find each other: the address at which each is reached, and a wire between each two.
+"""Exchanges the addresses of the processes of a run, and makes a wire between each two processes.
 
-They first exchange addresses and secrets through `jax.distributed`. A connection counts only if the caller names its
+The processes exchange addresses and secrets through `jax.distributed`. A connection counts only if the caller names its
 own process and the secret of the called process.
 
-`initialize` starts `jax.distributed` so that the other processes have time to report the death of process 0. Process
-0 serves JAX's coordination service. When its connection closes, JAX 0.10.2 aborts every other process within 0.1 s,
-with a stack trace and SIGABRT; neither `jax_enable_recoverability` nor a heartbeat time-out changes that, and a
-callback in Python can't be given (its argument can't be converted). But only a closing connection causes the abort:
-while it stays open, missing heartbeats end a process only after `heartbeat_timeout_seconds` (100). So each of the other
-processes reaches the service through a relay of its own, which forwards every byte. Once the relay has reached the
-service, it never closes the connection to its process.
+`initialize` starts `jax.distributed` so that the other processes have time to report the death of process 0. Process 0
+serves JAX's coordination service. When its connection closes, JAX 0.10.2 aborts every other process within 0.1 s, with
+a stack trace and SIGABRT. No option prevents the abort. While the connection stays open, missing heartbeats end a
+process only after `heartbeat_timeout_seconds` (100). Each of the other processes therefore reaches the service through
+a relay of its own, which forwards every byte. Once the relay has reached the service, it never closes the connection to
+its process.
 """
 
 import contextlib
@@ -214,7 +213,7 @@ def initialize(coordinator: str, processes: int, process: int, **options: Any) -
 
 
 def is_loopback(host: str) -> bool:
-    """Says whether a name or address is loopback: on every host it means that host itself."""
+    """Says whether `host` is a loopback address, or the name localhost."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -45,10 +45,8 @@ class Wire:
         return cls(end, end.makefile("rb"), threading.Lock())
 
     def write(self, message: Message, *data: bytes) -> None:
-        """Sends a message, then `data`, whose total length must be the message's field `bytes`.
-
-        Sending copies no data.
-        """
+        """Sends a message, then `data`, whose total length must be the message's field `bytes`. Sending copies no
+        data."""
         head = json.dumps(message).encode() + b"\n"
         missing = len(head) + int(message.get("bytes", 0))
         waiting: list[bytes | memoryview] = [head, *data]

@@ -4,11 +4,11 @@ One number, the async ratio, decides how many prompts are submitted. Prompts are
 
     submitted <= (step + 1 + ratio * max_staleness) * prompts_per_step
 
-(AReaL's bound on capacity, arXiv:2505.24298, section 5.1, with ratio * max_staleness for its eta). At ratio 0 this is
-the synchronous policy, instruction for instruction. After each step a PID controller moves the ratio so that the
-staleness of the trained data stays at its target. A barrier follows if staleness is more than `TOLERANCE` above the
-target, or after more than `SYNC_INTERVAL` steps without a barrier: all running responses end and are trained on before
-new prompts begin.
+(AReaL's bound on capacity, arXiv:2505.24298, section 5.1, with ratio * max_staleness for its eta). At ratio 0 the
+instructions are those of the synchronous policy. After each step a PID controller moves the ratio so that the staleness
+of the trained data stays at its target. A barrier follows if staleness is more than `TOLERANCE` above the target, or
+after more than `SYNC_INTERVAL` steps without a barrier. At a barrier, all running responses end and are trained on
+before new prompts begin.
 
 No token that is more than `max_staleness` versions old is trained on. Training waits for an unfinished group that would
 otherwise become too old. A prompt whose group became too old is generated again.
@@ -252,7 +252,7 @@ def compose(
     """Chooses `count` of `groups`; returns them in draw order.
 
     Groups that are `max_staleness - 1` versions old or older are taken first, the oldest before others. `prefer` names
-    options of the module's docstring; without options, the other groups are taken in draw order.
+    options of the module's docstring. Without options, the remaining groups are taken in draw order.
 
     `version` is the version of the trainer's weights, `progress` the share of the run's steps that are done. Raises
     `ValueError` for fewer than `count` groups, and for a group that is more than `max_staleness` versions old.

@@ -208,8 +208,8 @@ def generate(
     avoid: int = -1,
 ) -> Sequence[messages.Instruction]:
     """Returns the instruction to generate each entry on the engine of `engines` (empty: of all) that is not lent and
-    has the least predicted work. Engine `avoid` gets entries only if no other engine can. Entries with `keep(entry)`
-    continue their begun responses, with as many responses as before."""
+    has the least predicted work. Engine `avoid` gets entries only if no other engine can take them. Entries with
+    `keep(entry)` continue their begun responses, with as many responses as before."""
     fleet = coordinator.fleet
     loads, requests = list(fleet.load), []
     for entry in entries:
@@ -226,7 +226,8 @@ def generate(
 
 
 class Synchronous(Rounds):
-    """Strictly on-policy training, step by step: the reference that every other policy is compared with.
+    """Strictly on-policy training, step by step, with which every other policy is compared.
+
 
     One step: draw P prompts, generate G responses to each under one weight version, score each response as soon as it
     ends, train on all P groups in draw order, publish the new weights. Evaluations and checkpoints come between steps,

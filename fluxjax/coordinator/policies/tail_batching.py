@@ -2,8 +2,8 @@
 
 A *short round* launches more prompts than a step needs, and more responses than a group needs. The first complete
 groups win; the other prompts are deferred. When enough prompts for a step are deferred, they get a *long round*, which
-launches no excess prompts or responses and cuts no response off. So no prompt is lost. If `max_staleness` is 0, the
-newest weights have generated all trained tokens.
+launches no excess prompts or responses and cuts no response off. No prompt is therefore lost. If `max_staleness` is 0,
+the newest weights have generated all trained tokens.
 
 If `max_staleness` is above 0, a long round also generates new prompts for its step. The groups of its deferred prompts
 are *held*: they join this step and the next steps, a few in each, so that every step has its share of long prompts. A

@@ -127,7 +127,7 @@ class Command:
 
 
 class Process:
-    """A process and its descendants. `outcome` waits for the process; `end` kills all with a reason for the outcome."""
+    """A process and its descendants. `outcome` waits for the process; `end` kills the process and all descendants."""
 
     def __init__(self, process: asyncio.subprocess.Process, limits: SandboxLimits, began: float) -> None:
         self._process, self._limits, self._began = process, limits, began
@@ -284,8 +284,8 @@ def _files(pid: int) -> int:
 class ProcessSandbox(abc.ABC):
     """Runs at most `slots` jobs (or conversations) at a time; further jobs wait.
 
-    `python` is the interpreter of jobs, by default this process's; in a virtual environment, its base interpreter,
-    without the environment's packages.
+    `python` is the interpreter of jobs, by default this process's. In a virtual environment, jobs get the base
+    interpreter, without the environment's packages.
     """
 
     def __init__(self, python: str | None = None, slots: int = 8) -> None:

@@ -1,5 +1,6 @@
 # pyright: reportMissingImports=false
-"""Patches and positions out of a request's JSON, as `rollout.wire` wrote them, in place of images to decode.
+"""Reads patches and positions from a request's JSON, which `rollout.wire` wrote, instead of decoding images.
+
 
 An entry of `image_data` or `video_data` is a string: `FORMAT`, then `{"key": ..., "patches": ..., "grid_thw": ...,
 "offsets": ..., "positions": ..., "position_delta": ...}`. Only the first of several samples of a prompt has patches.
