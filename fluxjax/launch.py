@@ -124,7 +124,6 @@ class Supervisor:
             return self._run.wait()
 
     def _log(self, process: int) -> pathlib.Path:
-        """Returns the log file of a process other than process 0, and makes its folder."""
         file = self._folder.with_name(f"{self._folder.name}.process-{process}.log")
         file.parent.mkdir(parents=True, exist_ok=True)
         return file
@@ -201,7 +200,6 @@ class Processes:
         return Failure(ended, frozen) if ended else None
 
     def _note(self, ended: dict[int, int]) -> None:
-        """Adds the processes that have failed since the last look."""
         for process, child in enumerate(self._children):
             if child.poll() and process not in ended:
                 ended[process] = child.returncode

@@ -64,11 +64,9 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """The decoder: grouped-query attention, SwiGLU, RMS norms. Qwen2 has biases on q, k, v; Qwen3 has head norms.
-
-    With `delta` (Qwen3.5), only every `attention_interval`-th layer has attention. All other layers are Gated DeltaNet,
-    whose heads `delta` describes.
-    """
+    """The decoder: grouped-query attention, SwiGLU, RMS norms. Qwen2 has biases on q, k, v; Qwen3 has head norms. With
+    `delta` (Qwen3.5), only every `attention_interval`-th layer has attention. All other layers are Gated DeltaNet,
+    whose heads `delta` describes."""
 
     vocab_size: int
     hidden_size: int

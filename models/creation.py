@@ -24,11 +24,9 @@ def abstract(config: DecoderConfig) -> Decoder:
 
 
 def create(config: DecoderConfig, seed: int = 0, shardings: Callable[[Decoder], Params] | None = None) -> Decoder:
-    """The model with random weights, reproducible from `seed`.
-
-    Each weight is sampled on the host by a generator of its own, seeded with `seed` and the weight's path. Its values
-    depend on no other weight, no device and no compiler. `shardings`: see `models.load`.
-    """
+    """The model with random weights, reproducible from `seed`. Each weight is sampled on the host by a generator of its
+    own, seeded with `seed` and the weight's path. Its values depend on no other weight, no device and no compiler.
+    `shardings`: see `models.load`."""
     model = abstract(config)
     places = by_path((shardings or on_first_device)(model))
 

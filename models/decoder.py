@@ -46,12 +46,8 @@ Aux = TypeVar("Aux")  # second result of a mix: keys and values, or a state; Non
 @dataclasses.dataclass(frozen=True)
 class Mix(Generic[Aux]):
     """The functions that mix tokens. A layer calls the function that it needs, and returns the function's second
-    result.
-
-
-    `attention(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, aux)` gets rotated q and k. `delta(inputs) -> (out_BTVJ, aux)` gets
-    a `sharding.kernels.delta.DeltaInputs`. `delta` is None for models without Gated DeltaNet.
-    """
+    result. `attention(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, aux)` gets rotated q and k. `delta(inputs) -> (out_BTVJ,
+    aux)` gets a `sharding.kernels.delta.DeltaInputs`. `delta` is None for models without Gated DeltaNet."""
 
     attention: Callable[[Array, Array, Array], tuple[Array, Aux]]
     delta: Callable[[Any], tuple[Array, Aux]] | None = None
@@ -112,10 +108,8 @@ class DecoderLayer(nnx.Module):
 @dataclasses.dataclass(frozen=True)
 class DeepFeatures:
     """Features that are added to the hidden states behind the first layers, at the tokens of media (DeepStack).
-
     `index_BT` is each token's row of `features_MX`; a negative index means that the token has no row. A row holds the
-    features of the first layer, then the features of the second layer, and so on.
-    """
+    features of the first layer, then the features of the second layer, and so on."""
 
     features_MX: Float[Array, "M X"]
     index_BT: Int[Array, "B T"]
@@ -133,10 +127,8 @@ class DeepFeatures:
 
 
 class Decoder(nnx.Module):
-    """The text models, and the base class of all other architectures, which replace `embed`, `features` or `stack`.
-
-    A model without `mrope_section` reads only row 0 of `positions_3BT`.
-    """
+    """The text models, and the base class of all other architectures, which replace `embed`, `features` or `stack`. A
+    model without `mrope_section` reads only row 0 of `positions_3BT`."""
 
     config: DecoderConfig
 
@@ -175,11 +167,8 @@ class Decoder(nnx.Module):
 
     def rotary(self, positions_3BT: Int[Array, "3 B T"]) -> Rotary:
         """(cosine, sine) `[B, T, R]` float32, from positions (time, height, width), for the R rotated numbers of a
-        head.
-
-        Frequencies are dealt to the position axes in sections (M-RoPE), or in turn until an axis has its share
-        (interleaved M-RoPE). A model without `mrope_section` has one section, of time.
-        """
+        head. Frequencies are dealt to the position axes in sections (M-RoPE), or in turn until an axis has its share
+        (interleaved M-RoPE). A model without `mrope_section` has one section, of time."""
         rope = self.config.text.rope
         frequencies, factor = rotary_frequencies(rope, self.rotary_dim)
         sections = rope.mrope_section or (len(frequencies),)
@@ -329,10 +318,8 @@ def first_weights(policy: Params, critic: Params) -> Params:
 
 
 def values(critic: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T"]:
-    """The value, float32, of the state in which each token was chosen (the tokens before it).
-
-    If a token has no predecessor (the first of a segment, padding), the number is finite and meaningless.
-    """
+    """The value, float32, of the state in which each token was chosen (the tokens before it). If a token has no
+    predecessor (the first of a segment, padding), the number is finite and meaningless."""
     hidden = hidden_states(critic, inputs, walk)
     table = walk.use(critic.head).table[...]
     behind = jnp.einsum("BTD,VD->BTV", hidden, table, preferred_element_type=jnp.float32)  # each token's value

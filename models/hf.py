@@ -113,7 +113,6 @@ class _Files:
 
 
 def _check_names(files: _Files, names: list[TensorName], carried: Collection[str]) -> None:
-    """Raises CheckpointError for a missing or unexpected tensor."""
     wanted = {name for entry in names for name in entry.full_names} | set(carried)
     for name in sorted(wanted - files.where.keys()):
         raise CheckpointError(f"{files.path(name)}: tensor {name} is missing")
@@ -124,11 +123,9 @@ def _check_names(files: _Files, names: list[TensorName], carried: Collection[str
 
 
 def _tied_or_not(files: _Files, config: DecoderConfig, raw: JsonObject) -> DecoderConfig:
-    """The configuration, untied if the files store a head that differs from the embedding.
-
-    transformers ties both if config.json says so at its top or in `text_config`, but keeps a stored head that differs.
-    SGLang drops this head. Raises CheckpointError for a head that differs, unless the top of config.json says false.
-    """
+    """The configuration, untied if the files store a head that differs from the embedding. transformers ties both if
+    config.json says so at its top or in `text_config`, but keeps a stored head that differs. SGLang drops this head.
+    Raises CheckpointError for a head that differs, unless the top of config.json says false."""
     if not config.text.tie_word_embeddings or HEAD not in files.where or _is_tied_copy(files, config):
         return config
     if raw.get("tie_word_embeddings") is not False:
@@ -220,12 +217,9 @@ class StoredTensor:
 
 
 def write_weights(file: pathlib.Path, contents: Sequence[StoredTensor], values: Iterable[np.ndarray]) -> None:
-    """Writes one value for each entry of `contents`, taken from `values` one by one.
-
-
-    The format: the length of the header in eight bytes, the header in JSON, filled up to a multiple of eight bytes,
-    then the tensors in the header's order. Raises ValueError for a value of another shape or dtype.
-    """
+    """Writes one value for each entry of `contents`, taken from `values` one by one. The format: the length of the
+    header in eight bytes, the header in JSON, filled up to a multiple of eight bytes, then the tensors in the header's
+    order. Raises ValueError for a value of another shape or dtype."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers reads the framework from it
     end = 0
     for tensor in contents:
@@ -268,12 +262,10 @@ def _in_order(config: DecoderConfig, values: Mapping[tuple[str, ...], Any]) -> l
 def save(
     model: Decoder, path: str | os.PathLike[str], dtype: DTypeLike | None = None, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Writes `config.json` and safetensors that `transformers`, SGLang and `load` read.
-
-    `dtype` casts every weight; None writes weights bit for bit. Tensors that the model carries (`config.carried`) are
-    never cast. Weights are copied to the host one tensor at a time. Older weight files are removed after all new files
-    are written. `config.json` is written last.
-    """
+    """Writes `config.json` and safetensors that `transformers`, SGLang and `load` read. `dtype` casts every weight;
+    None writes weights bit for bit. Tensors that the model carries (`config.carried`) are never cast. Weights are
+    copied to the host one tensor at a time. Older weight files are removed after all new files are written.
+    `config.json` is written last."""
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     params = nnx.to_pure_dict(nnx.state(model))

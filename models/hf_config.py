@@ -63,10 +63,8 @@ def _refuse_unsupported(config: JsonObject, where: str, head_norm: bool) -> None
 
 
 def _refuse_sliding_windows(config: JsonObject, layers: int, default_full_layers: int, where: str) -> None:
-    """Raises ModelConfigError for attention within a sliding window.
-
-    Defaults are those of transformers: windows of 4096 tokens, in layers from `max_window_layers` on.
-    """
+    """Raises ModelConfigError for attention within a sliding window. Defaults are those of transformers: windows of
+    4096 tokens, in layers from `max_window_layers` on."""
     full = config.get("max_window_layers")
     full = default_full_layers if full is None else full
     if config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None and full < layers:
@@ -126,9 +124,7 @@ def read_rope(
     config: JsonObject, outer: JsonObject, *, default_theta: float, default_section: tuple[int, ...] = ()
 ) -> RopeConfig:
     """The decoder's rotary embedding in `config`. `outer` is the complete file, whose top may repeat the settings.
-
-    Raises ModelConfigError for a type or setting that is not supported, and for fields that contradict each other.
-    """
+    Raises ModelConfigError for a type or setting that is not supported, and for fields that contradict each other."""
     readings = {
         field if config.get(field) else f"the default of {field}": _read_rope_field(
             config, field, default_theta, default_section
@@ -189,7 +185,6 @@ def _read_rope_field(
 
 
 def _vision_theta(config: JsonObject) -> float:
-    """The base of the vision tower's rotary embedding."""
     settings = {field: _rope_settings(config, field, _READ_BY_VISION)[1] for field in _rope_fields(config)}
     thetas = {field: _theta(config, rope, 10000.0) for field, rope in settings.items()}
     if len(set(thetas.values())) > 1:
@@ -228,12 +223,9 @@ def read_text(
     rotated: float = 1.0,
     head_norm: bool = False,
 ) -> TextConfig:
-    """The decoder's settings in `config`. `outer` is the complete file, whose top may say that weights are tied.
-
-
-    The defaults are those of transformers for the architecture, used if the file has no value. `rotated` is the share
-    of each head that is rotated. Only Qwen3 and later models (`head_norm`) have `attention_bias` as a setting.
-    """
+    """The decoder's settings in `config`. `outer` is the complete file, whose top may say that weights are tied. The
+    defaults are those of transformers for the architecture, used if the file has no value. `rotated` is the share of
+    each head that is rotated. Only Qwen3 and later models (`head_norm`) have `attention_bias` as a setting."""
     where = "config.json" if config is outer else "text_config of config.json"
     refuse_quantised(outer, "config.json")
     _refuse_unsupported(config, where, head_norm)

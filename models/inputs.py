@@ -68,11 +68,9 @@ def frame_bound(frame_segments_P: np.ndarray) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ModelInput:
-    """One prepared prompt: token ids with media placeholders expanded, plus its media.
-
-    `feature_index_T[t]` is the row of the merged features of `vision` that replaces the embedding of token `t`, or -1
-    if the token is text. A generated token `i` has the rotary position `next_position + i` on all three axes.
-    """
+    """One prepared prompt: token ids with media placeholders expanded, plus its media. `feature_index_T[t]` is the row
+    of the merged features of `vision` that replaces the embedding of token `t`, or -1 if the token is text. A generated
+    token `i` has the rotary position `next_position + i` on all three axes."""
 
     token_ids_T: np.ndarray  # i32
     positions_3T: np.ndarray  # i32: temporal, height, width (equal for text)
@@ -160,7 +158,6 @@ def _narrow(values: list[int] | np.ndarray) -> np.ndarray:
 @dataclasses.dataclass(frozen=True)
 class PackedTokens:
     """Packed rows of several sequences each, and what the forward pass needs beside them.
-
 
     Attention of query `t` reaches key `s` of the same row when `s <= t`, `segments[s] == segments[t] != 0` and
     `branches[s]` is 0 or equals `branches[t]`. Branch 0 of a segment is the prompt that a group shares; branches 1, 2,

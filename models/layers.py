@@ -1,6 +1,5 @@
 """The parts that architectures share. Each weight is declared once, next to its use.
 
-
 `stack=L` creates L layers as one module, whose weights have a leading layer axis.
 Norms, the exact GELU and rotary embeddings compute in float32, all other parts in the dtype of the weights.
 """
@@ -150,12 +149,9 @@ class Embedding(nnx.Module):
 
 @jax.custom_jvp
 def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The exact GELU: `x` times the standard normal CDF of `x`, computed by `erf` as in PyTorch.
-
-
-    Inside a `shard_map` that checks replication, JAX 0.12 refuses `erfc`, which `jax.nn.gelu` uses. JAX also refuses
-    its own derivative of `erf` there, so that the derivative is written out.
-    """
+    """The exact GELU: `x` times the standard normal CDF of `x`, computed by `erf` as in PyTorch. Inside a `shard_map`
+    that checks replication, JAX 0.12 refuses `erfc`, which `jax.nn.gelu` uses. JAX also refuses its own derivative of
+    `erf` there, so that the derivative is written out."""
     wide = x.astype(jnp.float32)
     return (wide * _normal_cdf(wide)).astype(x.dtype)
 
@@ -176,11 +172,9 @@ FEW_ROWS = 48  # most rows for which a CPU multiplies faster with the weight as 
 
 
 def project(x: Array, matrix: nnx.Variable) -> Array:
-    """Multiplies the last axes of `x` by the input axes of a weight (`WeightSpec.inputs`), and sums over them.
-
-    All axes of rows are joined, which gives one product of two matrices. With several axes of rows, XLA on CPUs would
-    transpose the activations for each weight's gradient, which took half as long as the products.
-    """
+    """Multiplies the last axes of `x` by the input axes of a weight (`WeightSpec.inputs`), and sums over them. All axes
+    of rows are joined, which gives one product of two matrices. With several axes of rows, XLA on CPUs would transpose
+    the activations for each weight's gradient, which took half as long as the products."""
     spec: WeightSpec = matrix.get_metadata("spec")
     weights, rows = matrix[...], x.shape[: x.ndim - spec.inputs]
     flat = x.reshape(math.prod(rows), -1)
@@ -226,10 +220,8 @@ def add_bias(x: Array, bias: Array) -> Array:
 
 def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """The angle per position of each pair of the head's `head_dim` rotated numbers, `[head_dim / 2]` float32, and the
-    factor on cosine and sine.
-
-    `linear` divides positions by `factor`; `yarn` interpolates slow frequencies only (Peng et al., arXiv 2309.00071).
-    """
+    factor on cosine and sine. `linear` divides positions by `factor`; `yarn` interpolates slow frequencies only (Peng
+    et al., arXiv 2309.00071)."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = (np.float32(1) / np.float32(rope.theta) ** exponent).astype(np.float32)
     if rope.kind == "linear":

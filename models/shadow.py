@@ -34,11 +34,9 @@ Fetch: TypeAlias = Callable[[Sequence[Rows]], Sequence[np.ndarray]]
 
 
 class ShadowTensor:
-    """The shape and dtype of an array, and the `pieces` along its first axis (patches or frames) that make its data.
-
-    A shadow can be sliced along that axis, cut into equal shards, and concatenated with shadows and numpy's arrays by
-    `np.concatenate`. In a pytree, a shadow is a leaf. Every other use of its data raises ShadowError.
-    """
+    """The shape and dtype of an array, and the `pieces` along its first axis (patches or frames) that make its data. A
+    shadow can be sliced along that axis, cut into equal shards, and concatenated with shadows and numpy's arrays by
+    `np.concatenate`. In a pytree, a shadow is a leaf. Every other use of its data raises ShadowError."""
 
     __slots__ = ("dtype", "pieces", "shape")
 

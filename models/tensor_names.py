@@ -22,11 +22,9 @@ PREFIXES = {  # prefixes of the tower and of the decoder
 
 @dataclasses.dataclass(frozen=True)
 class TensorName:
-    """The name of one weight, with `{}` for the layer number if the weight is stacked over layers.
-
-    A parameter has its input axes first (`[in..., out...]`). The disk holds the transpose, as torch's linear layers
-    have it, flattened to `disk_shape`. Writing and reading keep every bit.
-    """
+    """The name of one weight, with `{}` for the layer number if the weight is stacked over layers. A parameter has its
+    input axes first (`[in..., out...]`). The disk holds the transpose, as torch's linear layers have it, flattened to
+    `disk_shape`. Writing and reading keep every bit."""
 
     name: str
     path: Path

@@ -98,11 +98,9 @@ class AttentionFit:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Seconds of an all-to-all: `alpha + sent * (per_byte + congestion * flying)`.
-
-    `sent` are the bytes that a device sends over this link, `flying` the bytes that the device group has under way at
-    once. `congestion` makes long sequences slower than in proportion.
-    """
+    """Seconds of an all-to-all: `alpha + sent * (per_byte + congestion * flying)`. `sent` are the bytes that a device
+    sends over this link, `flying` the bytes that the device group has under way at once. `congestion` makes long
+    sequences slower than in proportion."""
 
     alpha: float
     per_byte: float

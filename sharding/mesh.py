@@ -41,11 +41,9 @@ class MeshError(ValueError):
 
 
 def make_mesh(num_devices: int = 0, *, devices: Sequence[Device] | None = None) -> Mesh:
-    """A mesh `(replica, s{k-1}, ..., s1, s0)` over the first `num_devices` of `devices`.
-
-    `num_devices=0` takes all of `devices`, by default all devices that JAX sees. The size of the outer axis is the odd
-    factor of the number of devices (1 for 8, 3 for 6).
-    """
+    """A mesh `(replica, s{k-1}, ..., s1, s0)` over the first `num_devices` of `devices`. `num_devices=0` takes all of
+    `devices`, by default all devices that JAX sees. The size of the outer axis is the odd factor of the number of
+    devices (1 for 8, 3 for 6)."""
     devices = jax.devices() if devices is None else devices
     if not devices:
         raise MeshError("a mesh needs at least one device, got an empty sequence")
@@ -137,11 +135,9 @@ def compiling_for(target: Target) -> Iterator[None]:
 
 
 def runs_triton(*arrays: Array | jax.ShapeDtypeStruct, multiple: int = 1, most: int | float = math.inf) -> bool:
-    """Says, while a program is traced, whether a Triton kernel can compute with these arrays.
-
-    A kernel can if the target is an NVIDIA GPU since Ampere, jax-triton can be imported, all arrays are bfloat16 or all
-    float32, and the last dimension of the first array is a multiple of `multiple`, and at most `most`.
-    """
+    """Says, while a program is traced, whether a Triton kernel can compute with these arrays. A kernel can if the
+    target is an NVIDIA GPU since Ampere, jax-triton can be imported, all arrays are bfloat16 or all float32, and the
+    last dimension of the first array is a multiple of `multiple`, and at most `most`."""
     device, width = target(), arrays[0].shape[-1]
     if not device.is_gpu or width % multiple or width > most or not _importable() or not _capable(device.capability):
         return False

@@ -83,11 +83,9 @@ def _entry(tree: PyTree, index: int | None) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The layers of a model, of one or several kinds: `order` has the kind of each layer.
-
-    The layers of a kind are one module, whose weights have a leading layer axis. Layer `i` is the entry
-    `order[:i].count(order[i])` of `modules[order[i]]`. A kind has the name of the model's attribute with its layers.
-    """
+    """The layers of a model, of one or several kinds: `order` has the kind of each layer. The layers of a kind are one
+    module, whose weights have a leading layer axis. Layer `i` is the entry `order[:i].count(order[i])` of
+    `modules[order[i]]`. A kind has the name of the model's attribute with its layers."""
 
     modules: Mapping[str, nnx.Module]
     order: tuple[str, ...]
@@ -152,11 +150,9 @@ class Walk:
     def scan(
         self, stack: Stack, carry: Carry, step: Callable[[Any, Carry, X], tuple[Carry, Y]], xs: PyTree = None
     ) -> tuple[Carry, PyTree]:
-        """Runs `carry, y = step(layer, carry, x)` over the stack; returns the last carry and the stacked `y`.
-
-        `xs` is None or a pytree with a leading axis of all layers. The loop goes over the periods of a stack of several
-        kinds; each layer of a period gathers its weights and is computed again by itself.
-        """
+        """Runs `carry, y = step(layer, carry, x)` over the stack; returns the last carry and the stacked `y`. `xs` is
+        None or a pytree with a leading axis of all layers. The loop goes over the periods of a stack of several kinds;
+        each layer of a period gathers its weights and is computed again by itself."""
         period, layers = stack.period, len(stack.order)
         written_out = layers <= self.unroll and self.remat == "none"
         if len(period) == 1:
@@ -209,11 +205,9 @@ class Walk:
         step: Callable[[Module, Carry, X], tuple[Carry, Y]],
         xs: Iterable[X],
     ) -> tuple[Carry, list[Y]]:
-        """As `scan`, over layers that are separate modules: returns the last carry and the list of `y`.
-
-        The loop is written out, so that nothing is copied out of a stack, which would cost a decoding engine time at
-        every token.
-        """
+        """As `scan`, over layers that are separate modules: returns the last carry and the list of `y`. The loop is
+        written out, so that nothing is copied out of a stack, which would cost a decoding engine time at every
+        token."""
         ys = []
         for layer, x in zip(layers, xs, strict=True):
             carry, y = step(self.use(layer), carry, x)
@@ -314,11 +308,9 @@ class Fsdp:
         return _put(tree, self.trained(self.shardings))
 
     def place(self, batch: Batch) -> Batch:
-        """The host arrays of a batch (or of its inputs), laid on the mesh.
-
-        Each process gives the rows of its own devices, in the order of the mesh. Raises ValueError if the number of
-        these devices does not divide the number of rows.
-        """
+        """The host arrays of a batch (or of its inputs), laid on the mesh. Each process gives the rows of its own
+        devices, in the order of the mesh. Raises ValueError if the number of these devices does not divide the number
+        of rows."""
         jax.tree.map(self._check, self._row_dims(batch), batch)
         placed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._row_specs(batch))
         return _put(batch, placed, local=True)
@@ -422,9 +414,8 @@ class Fsdp:
 
 def _put(tree: Batch, shardings: PyTree, local: bool = False) -> Batch:
     """Puts host arrays onto the mesh. Every process fills its own devices. With `local`, the arrays are the rows of
-    this process; otherwise all processes have the same arrays, and each process takes its part.
-
-    Abstract arrays (`jax.ShapeDtypeStruct`) get their sharding, and nothing is allocated."""
+    this process; otherwise all processes have the same arrays, and each process takes its part. Abstract arrays
+    (`jax.ShapeDtypeStruct`) get their sharding, and nothing is allocated."""
     if _is_abstract(tree):
         return with_shardings(tree, shardings)
     if jax.process_count() == 1:

@@ -31,10 +31,8 @@ CUT = ("V", "F", "D", "N", "K", "H", "X")  # logical axes, in the order in which
 
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
-    """The declaration of one weight: `axes` names each dimension of `shape` with a letter of the legend.
-
-    The spec of a layer's weight leaves out the stack's leading layer axis `L`.
-    """
+    """The declaration of one weight: `axes` names each dimension of `shape` with a letter of the legend. The spec of a
+    layer's weight leaves out the stack's leading layer axis `L`."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
@@ -81,12 +79,10 @@ class Cut:
 
 
 def cut_of(spec: WeightSpec, mesh: Mesh) -> Cut | None:
-    """The cut of this weight under FSDP, or None to replicate it. Mesh axes of size one are left out.
-
-    The cut goes through the first logical axis of `CUT` whose size is a multiple of the number of devices. If no axis
-    fits, outer mesh axes are left out: the weight is cut over the largest suffix of the mesh axes that fits, and
-    replicated over the other mesh axes. If no suffix fits, as may be with 3 devices, the weight is replicated over all.
-    """
+    """The cut of this weight under FSDP, or None to replicate it. Mesh axes of size one are left out. The cut goes
+    through the first logical axis of `CUT` whose size is a multiple of the number of devices. If no axis fits, outer
+    mesh axes are left out: the weight is cut over the largest suffix of the mesh axes that fits, and replicated over
+    the other mesh axes. If no suffix fits, as may be with 3 devices, the weight is replicated over all."""
     names = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
     for first in range(len(names)):
         axes = names[first:]
@@ -152,10 +148,8 @@ def _dispatch(nothing: jax.Array) -> jax.Array:
 
 
 def place_stack(layers: Iterable[np.ndarray], depth: int, sharding: Sharding) -> jax.Array:
-    """The stack `[L, ...]` of `depth` layers of one weight, assembled on its devices.
-
-    The host holds one layer at a time; a device holds its shards of the stack and of one layer.
-    """
+    """The stack `[L, ...]` of `depth` layers of one weight, assembled on its devices. The host holds one layer at a
+    time; a device holds its shards of the stack and of one layer."""
     stack: jax.Array | None = None
     for number, value in zip(range(depth), layers, strict=False):  # `layers` may have more than `depth`
         if stack is None:

@@ -1,6 +1,5 @@
 """The typed configuration, which `configs/*.py` build, flags override and `validate()` checks.
 
-
 Each field declares its bound (`fluxjax.config.bounds`) and the comment that `--help` shows. This package imports
 nothing heavy, so that `--help` and errors are printed at once. Flags set fields of a section after its construction. A
 trainer settles its own copy, which then refuses assignments. Sections have slots, so that a configuration file cannot

@@ -179,11 +179,9 @@ C = TypeVar("C", bound=Config)
 
 
 def parse(argv: Sequence[str], doc: str, kind: type[C] = Config, default: str = DEFAULT_CONFIG) -> C:
-    """Returns the validated configuration of a command line (without the program's name).
-
-    A command that needs more than `Config` has its own `kind`, and its own file as the `default`. Exits with status 0
-    after `--help`, with status 2 and one line on standard error if anything is wrong.
-    """
+    """Returns the validated configuration of a command line (without the program's name). A command that needs more
+    than `Config` has its own `kind`, and its own file as the `default`. Exits with status 0 after `--help`, with status
+    2 and one line on standard error if anything is wrong."""
     try:
         asked = [number for number, arg in enumerate(argv) if arg in ("--help", "-h", "-help")]
         if asked:

@@ -148,10 +148,8 @@ class Pid(RunSchedule):
 
 
 class Success(RunSchedule):
-    """Goes from `none`, if no response of a prompt's last group was right, to `all`, if all were right.
-
-    A new prompt counts with its source's average share of right responses, or with 0.5 before the source's first group.
-    """
+    """Goes from `none`, if no response of a prompt's last group was right, to `all`, if all were right. A new prompt
+    counts with its source's average share of right responses, or with 0.5 before the source's first group."""
 
     def __init__(self, none: float, all: float) -> None:
         self.none, self.all = none, all
@@ -239,12 +237,9 @@ def make_schedules(config: Config) -> dict[str, RunSchedule]:
 def parse(
     text: str, field: str, low: float = -math.inf, high: float = math.inf, *, per_prompt: bool = True
 ) -> RunSchedule:
-    """Returns the schedule that `text`, the value of `field`, describes in the form of the module's docstring.
-
-
-    Raises `ConfigError`, naming the field, the text and what is allowed, for a text that is no schedule, for values
-    outside of [low, high], and, unless `per_prompt`, for schedules that differ between sources or prompts.
-    """
+    """Returns the schedule that `text`, the value of `field`, describes in the form of the module's docstring. Raises
+    `ConfigError`, naming the field, the text and what is allowed, for a text that is no schedule, for values outside of
+    [low, high], and, unless `per_prompt`, for schedules that differ between sources or prompts."""
     parts = [part.strip() for part in text.split(";") if part.strip()]
     try:
         if ":" not in text and len(parts) != 1:

@@ -18,7 +18,6 @@ def make_coordinator(
     config: Config, policy: Callable[[], SchedulingPolicy] | None = None, **changes: Any
 ) -> Coordinator:
     """Builds the coordinator of `config`, with the user's `policy` if it is given, and with `changes` of `Settings`.
-
     Raises `ConfigError` for a schedule or a profile that can't be read. With a `policy`, raises it for settings that
     only built-in policies read."""
     switches = ("rollout.dynamic_sampling", "stream_trainer", "speculative_sync")

@@ -72,11 +72,9 @@ def _prior_variances(intercept: float, dense: float, words: float) -> np.ndarray
 
 class Level:
     """A recursive ridge regression of ln(length) on `features`, with the variances of ln(length) `within` and `between`
-    prompts. A level covers all sources, or one source; a source's `parent` is the level of all sources.
-
-    Sufficient statistics are exact. The weights are solved for again after every few responses. The regression looks
-    back about `_MEMORY` responses.
-    """
+    prompts. A level covers all sources, or one source; a source's `parent` is the level of all sources. Sufficient
+    statistics are exact. The weights are solved for again after every few responses. The regression looks back about
+    `_MEMORY` responses."""
 
     def __init__(self, parent: Level | None = None) -> None:
         self._parent = parent
@@ -202,11 +200,9 @@ def _standard(mu: float, sigma: float, tokens: float) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Censored:
-    """A response that has more than a given number of tokens, as the Tobit model sees it (natural log units).
-
-    The observation `working`, with the weight `information`, moves an estimate of mu as the censored response does (one
-    Newton step). `mean` and `variance` are the moments of ln(length), given the censored response.
-    """
+    """A response that has more than a given number of tokens, as the Tobit model sees it (natural log units). The
+    observation `working`, with the weight `information`, moves an estimate of mu as the censored response does (one
+    Newton step). `mean` and `variance` are the moments of ln(length), given the censored response."""
 
     working: float
     information: float  # in units of one finished response, at most 1
@@ -260,10 +256,8 @@ class _SeenResponses:
 
 class LengthPredictor:
     """The predictor that the module's docstring describes. `limit`: the most tokens of a response (0: no limit).
-
     Observations since the last prediction are entered in the order of draws, not of arrival. Predictions do not depend
-    on time, unless some predictions are made while responses run.
-    """
+    on time, unless some predictions are made while responses run."""
 
     def __init__(self, limit: int = 0) -> None:
         if limit < 0:
@@ -288,7 +282,6 @@ class LengthPredictor:
         return ends_by(*self._expected(prompt), tokens, running)
 
     def _expected(self, prompt: Prompt) -> tuple[float, float]:
-        """Returns mean and standard deviation of ln(length) of the prompt's next response."""
         self._enter_observed()
         level = self._sources.get(prompt.source, self._pooled)
         _, fixed, variance = self._regression(prompt, level)

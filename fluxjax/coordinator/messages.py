@@ -180,12 +180,8 @@ class Abort(Instruction):
 
 class Park(Instruction):
     """End `attempt`, the newest request of a prompt that is not trained on yet. The prompt is deferred until the next
-    `Generate` of this prompt.
-
-
-    With `keep`, each running response is reported as aborted, and continues later from its last token under the weights
-    that are served then. Without `keep`, all tokens of the request are dropped.
-    """
+    `Generate` of this prompt. With `keep`, each running response is reported as aborted, and continues later from its
+    last token under the weights that are served then. Without `keep`, all tokens of the request are dropped."""
 
     prompt: Prompt
     attempt: int

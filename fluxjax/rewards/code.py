@@ -39,11 +39,9 @@ _REASONS = {"memory": "used too much memory", "output": "printed too much", "fil
 @dataclasses.dataclass
 class TimeLimits:
     """Gives a test case `min(max(minimum, factor * anchor), maximum)` seconds (Flexes, section 4.3, "Code Sandbox
-    Execution"), or `maximum` seconds without an anchor.
-
-    The anchor of a case is the longest time that a correct response has taken for it in this run. Without `adaptive`,
-    every case has the maximum. Anchors are a part of a run's state, so that a resumed run gives the same times.
-    """
+    Execution"), or `maximum` seconds without an anchor. The anchor of a case is the longest time that a correct
+    response has taken for it in this run. Without `adaptive`, every case has the maximum. Anchors are a part of a run's
+    state, so that a resumed run gives the same times."""
 
     minimum: float = 2.0  # seconds
     factor: float = 2.0  # allows for cores that do other work, too
@@ -165,7 +163,6 @@ class CodeReward(BuiltIn):
         return [_Result(name, outcome.seconds, _verdict(outcome, partner, limits))]
 
     def _count(self, *outcomes: Outcome) -> None:
-        """Counts one run, of a program or of code beside its tests."""
         self._counts["runs"] += 1
         self._counts["timed_out"] += any(map(_timed_out, outcomes))
         self._counts["killed"] += any(outcome.reason in _REASONS for outcome in outcomes)

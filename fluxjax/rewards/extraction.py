@@ -77,9 +77,7 @@ def last_number(text: str) -> str | None:
 
 def as_number(text: str) -> Fraction | None:
     r"""Returns the value of a text that is only a number: `-1,000.5`, `3/4`, `\frac{3}{4}`, `2e-3` or `12 %` (0.12).
-
-    `None` for other text: an expression, a number and a unit, NaN, infinity, a division by 0.
-    """
+    `None` for other text: an expression, a number and a unit, NaN, infinity, a division by 0."""
     text = _plain_minus(text).strip().removeprefix("$").removesuffix("$").strip()
     if len(text) > 200:
         return None

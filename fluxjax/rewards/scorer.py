@@ -79,7 +79,6 @@ class GuardedReward:
         return str(tells(prompt)) if callable(tells) else ""
 
     def _failed(self, id: str, failure: RewardFailure) -> None:
-        """Counts a failure on a response to the prompt `id`."""
         self._recent.append(True)
         reason = failure.reason if len(failure.reason) <= _LENGTH else f"{failure.reason[:_LENGTH]}..."
         if reason not in self._reasons and len(self._reasons) >= _REASONS:
@@ -102,10 +101,8 @@ class GuardedReward:
 
 @dataclasses.dataclass(frozen=True)
 class WeightedSum:
-    """The rewards of a source by name, and their weights, which may change in a run. A single reward has no weight.
-
-    The first reward says whether a response is correct. A reward that failed adds nothing to the sum.
-    """
+    """The rewards of a source by name, and their weights, which may change in a run. A single reward has no weight. The
+    first reward says whether a response is correct. A reward that failed adds nothing to the sum."""
 
     rewards: Mapping[str, GuardedReward]
     weights: Mapping[str, RunSchedule]
@@ -149,11 +146,9 @@ class WeightedSum:
 
 
 class Scorer:
-    """Scores each response by its source's rewards; `decode` turns token ids into the text.
-
-    Built-in rules run immediately, all other rewards in slots of their kind (`calls.py`). If a reward raises, takes too
-    long, or returns neither a `Reward` nor a finite number, the response is scored 0 with the reason.
-    """
+    """Scores each response by its source's rewards; `decode` turns token ids into the text. Built-in rules run
+    immediately, all other rewards in slots of their kind (`calls.py`). If a reward raises, takes too long, or returns
+    neither a `Reward` nor a finite number, the response is scored 0 with the reason."""
 
     def __init__(
         self,
@@ -214,9 +209,8 @@ class Scorer:
     # --- scoring --------------------------------------------------------------------------------
 
     async def score(self, prompt: Prompt, response: Response) -> Reward:
-        """Returns the reward of one response. A reward's failure never raises; an unknown source raises `KeyError`.
-
-        The run's progress, read before the first `await`, sets the weights for all responses to the prompt."""
+        """Returns the reward of one response. A reward's failure never raises; an unknown source raises `KeyError`. The
+        run's progress, read before the first `await`, sets the weights for all responses to the prompt."""
         rewards = self._training[prompt.source]
         progress = self._of_prompt(prompt.draw) if rewards.changes else 0.0
         text = self.decode(response.token_ids)

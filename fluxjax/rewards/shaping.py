@@ -59,12 +59,10 @@ class Format(BuiltIn):
 
 @dataclasses.dataclass(frozen=True)
 class Overlong(BuiltIn):
-    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13), to be added to the reward of correctness.
-
-    For a response of n tokens, with `most_tokens` as L_max and `interval` as L_cache: 0 up to L_max - L_cache, -1
-    beyond L_max, and (L_max - L_cache - n) / L_cache in between. The paper has 20,480 and 4,096; `most_tokens`
-    should be `rollout.max_new_tokens`. A text without a count of tokens, such as a held-out answer, gets 0.
-    """
+    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13), to be added to the reward of correctness. For a
+    response of n tokens, with `most_tokens` as L_max and `interval` as L_cache: 0 up to L_max - L_cache, -1 beyond
+    L_max, and (L_max - L_cache - n) / L_cache in between. The paper has 20,480 and 4,096; `most_tokens` should be
+    `rollout.max_new_tokens`. A text without a count of tokens, such as a held-out answer, gets 0."""
 
     name = "overlong"
     most_tokens: int = bounded(0, lambda n: n > 0, "be positive: set it to rollout.max_new_tokens")

@@ -25,12 +25,10 @@ _BETWEEN_ITEMS = re.compile(r"->|→|[\n;,>]")
 
 @dataclasses.dataclass(frozen=True)
 class NumericAnswer(BuiltIn):
-    """Gives 1 if the marked number, or else the text's last number, is near the prompt's answer.
-
-    A number is near if it differs by at most `tolerance` times the answer, or by at most `absolute`. A tolerance of
-    0.05 is ChartQA's "relaxed accuracy" (arXiv:2203.10244, section 5.1). `12 %` counts as 0.12. Raises ValueError if
-    the prompt's answer has no number.
-    """
+    """Gives 1 if the marked number, or else the text's last number, is near the prompt's answer. A number is near if it
+    differs by at most `tolerance` times the answer, or by at most `absolute`. A tolerance of 0.05 is ChartQA's "relaxed
+    accuracy" (arXiv:2203.10244, section 5.1). `12 %` counts as 0.12. Raises ValueError if the prompt's answer has no
+    number."""
 
     name = "numeric"
     tolerance: float = not_negative(0.05)
@@ -79,11 +77,9 @@ class EditDistance(BuiltIn):
 
 @dataclasses.dataclass(frozen=True)
 class OrderedList(BuiltIn):
-    """Gives the share of the longer list's positions that have the right item; 1 for the complete list in its order.
-
-    A list is JSON, or items between commas, semicolons, arrows or lines. A text without a marked answer has its list in
-    the last line that is not empty. With `graded=False`, a list that is not right gets 0.
-    """
+    """Gives the share of the longer list's positions that have the right item; 1 for the complete list in its order. A
+    list is JSON, or items between commas, semicolons, arrows or lines. A text without a marked answer has its list in
+    the last line that is not empty. With `graded=False`, a list that is not right gets 0."""
 
     name = "ordered_list"
     graded: bool = True
@@ -137,11 +133,8 @@ _LETTER = re.compile(r"\(([A-J])\)|(?<![\w'\u2019])([B-HJ]|[AI](?!\s+(?!is\b|or\
 @dataclasses.dataclass(frozen=True)
 class Choice(BuiltIn):
     """Gives 1 if the text chooses the option that the prompt's answer names: by letter, or by the option's text.
-
-    Options are read from the prompt: `A. cat`, `(A) cat`, `A) cat`. The choice is in the answer that the text
-    marks, else in the last line that is not empty: `B`, `(B)`, `B. cat`, `the cat`. A text that names two options gets
-    0.
-    """
+    Options are read from the prompt: `A. cat`, `(A) cat`, `A) cat`. The choice is in the answer that the text marks,
+    else in the last line that is not empty: `B`, `(B)`, `B. cat`, `the cat`. A text that names two options gets 0."""
 
     name = "choice"
 

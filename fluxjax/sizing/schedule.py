@@ -51,11 +51,9 @@ class _Instruction:
 
 
 def traffic(hlo: str) -> dict[str, CollectiveTraffic]:
-    """Returns the collectives of one execution of the program, by kind (`KINDS`), as one device sees them.
-
-    A loop counts as often as XLA says that it iterates, else once; all branches of a conditional count. A collective is
-    exposed unless long work (`_takes_long`), or kernels that write `FASTER` times as many bytes, run beside it.
-    """
+    """Returns the collectives of one execution of the program, by kind (`KINDS`), as one device sees them. A loop
+    counts as often as XLA says that it iterates, else once; all branches of a conditional count. A collective is
+    exposed unless long work (`_takes_long`), or kernels that write `FASTER` times as many bytes, run beside it."""
     computations, main = _computations(hlo)
     found: dict[str, CollectiveTraffic] = {}
 

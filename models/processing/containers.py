@@ -55,10 +55,8 @@ X264_DIRECT, X264_444 = 33, 151
 
 
 def open_container(file: OpenFile, name: str, limits: DecodeLimits) -> tuple[InputContainer, VideoStream]:
-    """The container in `file`, which stays open, and the stream of its video. `name` is for messages.
-
-    Raises MediaError if the file is no video in one of `FORMATS`, or its frames exceed `limits`.
-    """
+    """The container in `file`, which stays open, and the stream of its video. `name` is for messages. Raises MediaError
+    if the file is no video in one of `FORMATS`, or its frames exceed `limits`."""
     file.seek(0)
     try:
         container = av.open(
@@ -129,10 +127,8 @@ class Ending:
             self._reached = max(self._reached, end)
 
     def cut_off(self, file: OpenFile, times: list[int | None], damaged: list[int]) -> str:
-        """The reason why the file must have been cut off, or "".
-
-        `times` are the times of all frames in ticks, `damaged` the indices of the damaged frames.
-        """
+        """The reason why the file must have been cut off, or "". `times` are the times of all frames in ticks,
+        `damaged` the indices of the damaged frames."""
         if any(self._incomplete.values()):
             return "the last packet is incomplete"
         if damaged and len(times) - damaged[-1] <= REORDERED:
@@ -169,10 +165,8 @@ def is_shown(packet: Packet, codec: str) -> bool:
 
 class EntryPoints:
     """Finds the packets with which decoding can begin. From the time of such a packet on, every frame is the same as in
-    a decoding from the start of the stream. Frames of an earlier time that follow the packet may differ.
-
-    A stream of a codec that is in neither `_UNITS` nor `_ALONE` has no such packet.
-    """
+    a decoding from the start of the stream. Frames of an earlier time that follow the packet may differ. A stream of a
+    codec that is in neither `_UNITS` nor `_ALONE` has no such packet."""
 
     def __init__(self, stream: VideoStream) -> None:
         self._codec: str = stream.codec.canonical_name

@@ -40,11 +40,9 @@ SHARE = 8
 
 @contextlib.contextmanager
 def open_image(source: Source, limits: DecodeLimits) -> Iterator[tuple[Image.Image, OpenFile]]:
-    """Yields the image in a file, with only its header read, and the open file.
-
-    Raises MediaError, also for an image of more pixels than `limits` or Pillow's own bound
-    (`PIL.Image.MAX_IMAGE_PIXELS`) allow, and for any error inside the `with` block but MemoryError.
-    """
+    """Yields the image in a file, with only its header read, and the open file. Raises MediaError, also for an image of
+    more pixels than `limits` or Pillow's own bound (`PIL.Image.MAX_IMAGE_PIXELS`) allow, and for any error inside the
+    `with` block but MemoryError."""
     name = source_name(source)
     with opened(source) as content:
         try:
@@ -62,10 +60,8 @@ def open_image(source: Source, limits: DecodeLimits) -> Iterator[tuple[Image.Ima
 
 
 def load_image(source: Source, limits: DecodeLimits = DecodeLimits()) -> Image.Image:  # noqa: B008 (frozen)
-    """The upright RGB image in a file; of an animation, the first frame. Raises what `open_image` raises.
-
-    As in transformers, the EXIF orientation is applied and transparency is laid over white.
-    """
+    """The upright RGB image in a file; of an animation, the first frame. Raises what `open_image` raises. As in
+    transformers, the EXIF orientation is applied and transparency is laid over white."""
     with open_image(source, limits) as (file, content):
         file.load()
         refuse_holes(content, file.format or "", source_name(source), limits)
@@ -153,10 +149,8 @@ def refuse_holes(content: OpenFile, format: str, name: str, limits: DecodeLimits
 
 def _jpeg_has_hole(jpeg: bytes, limits: DecodeLimits) -> bool:
     """Says whether the last scan of a JPEG file ends in zeros, or FFmpeg's strict decoder finds bytes that can't end a
-    scan. libjpeg only counts such bytes as a warning, and Pillow has no way to read the warning.
-
-    Small holes are often missed. Holes whose zeros decode to the right number of blocks are always missed.
-    """
+    scan. libjpeg only counts such bytes as a warning, and Pillow has no way to read the warning. Small holes are often
+    missed. Holes whose zeros decode to the right number of blocks are always missed."""
     if HOLE not in jpeg:
         return False
     there = jpeg.rstrip(b"\0")
@@ -195,11 +189,9 @@ def _media_data(avif: bytes) -> bytes:
 def smart_resize(
     height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: int = 1, patch: int = 1
 ) -> tuple[int, int]:
-    """Height and width as multiples of `factor`, the area within bounds, the aspect ratio nearly unchanged.
-
-    The bounds hold for the area of all `frames` frames together; their number is rounded to a multiple of `patch`.
-    Rounds exactly like the published processors. Raises ValueError for an aspect ratio above 200.
-    """
+    """Height and width as multiples of `factor`, the area within bounds, the aspect ratio nearly unchanged. The bounds
+    hold for the area of all `frames` frames together; their number is rounded to a multiple of `patch`. Rounds exactly
+    like the published processors. Raises ValueError for an aspect ratio above 200."""
     aspect = max(height, width) / min(height, width)
     if aspect > MAX_ASPECT:
         raise ValueError(f"the aspect ratio of {width} x {height} pixels is above {MAX_ASPECT}")

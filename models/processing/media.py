@@ -149,10 +149,8 @@ class MediaSettings:
 
     def load_pairs(self, source: Source, medium: Medium, first: int, last: int) -> np.ndarray:
         """The patches `[P, 3, n]` (uint8) of the frame pairs `first .. last - 1` of a medium that `load` has returned.
-
-        Only the necessary part of a video is decoded, if the result is the same (`video_slices.py`). Raises
-        MediaError if the file has changed since `load`, and ValueError for pairs that do not exist.
-        """
+        Only the necessary part of a video is decoded, if the result is the same (`video_slices.py`). Raises MediaError
+        if the file has changed since `load`, and ValueError for pairs that do not exist."""
         pairs, rows, columns = medium.grid
         if not 0 <= first <= last <= pairs:
             raise ValueError(f"frame pairs {first} to {last} were asked for, of {pairs}")

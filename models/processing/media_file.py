@@ -33,10 +33,8 @@ class MediaUnavailable(MediaError):
 
 
 class PromptError(ValueError):
-    """A prompt cannot be used: its text and media do not fit together, or the model cannot read it.
-
-    `reason` is a short name of the kind of problem, for counting.
-    """
+    """A prompt cannot be used: its text and media do not fit together, or the model cannot read it. `reason` is a short
+    name of the kind of problem, for counting."""
 
     def __init__(self, message: str, reason: str = "marks and media disagree") -> None:
         super().__init__(message)
@@ -45,11 +43,8 @@ class PromptError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The facts of an image or a video. Sides are those of the upright picture, in pixels.
-
-    `seconds` is None if nothing tells how long a video lasts. `counted` is False if `frames` and `seconds` are from a
-    header.
-    """
+    """The facts of an image or a video. Sides are those of the upright picture, in pixels. `seconds` is None if nothing
+    tells how long a video lasts. `counted` is False if `frames` and `seconds` are from a header."""
 
     width: int
     height: int

@@ -36,11 +36,9 @@ def _cubic(x: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def _bands(source: int, target: int) -> tuple[int, tuple[tuple[int, int, int, np.ndarray], ...]]:
-    """The precision of the weights in bits, and the bands of outputs.
-
-    A band is its first output, the span of inputs (start, stop) and the integer weights `[outputs, inputs]`. The
-    weights have a float type in which every sum with 8-bit pixels is exact.
-    """
+    """The precision of the weights in bits, and the bands of outputs. A band is its first output, the span of inputs
+    (start, stop) and the integer weights `[outputs, inputs]`. The weights have a float type in which every sum with
+    8-bit pixels is exact."""
     scale = source / target
     support = 2 * max(scale, 1.0)
     center = scale * (np.arange(target) + 0.5)
@@ -99,10 +97,8 @@ def resize_frame(frame: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def patchify(frames: np.ndarray, layout: PatchLayout) -> tuple[np.ndarray, Grid]:
-    """Patches `[P, 3, temporal * patch ** 2]` (uint8) of frames `[frames, height, width, 3]`, and their grid.
-
-    The last frame is repeated until the temporal patch divides the number of frames. An image becomes a frame pair.
-    """
+    """Patches `[P, 3, temporal * patch ** 2]` (uint8) of frames `[frames, height, width, 3]`, and their grid. The last
+    frame is repeated until the temporal patch divides the number of frames. An image becomes a frame pair."""
     time, patch, merge = layout.temporal_patch_size, layout.patch_size, layout.spatial_merge_size
     if missing := -len(frames) % time:
         frames = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)])
@@ -113,11 +109,9 @@ def patchify(frames: np.ndarray, layout: PatchLayout) -> tuple[np.ndarray, Grid]
 
 
 def normalise(patches: np.ndarray, pixels: PixelSettings, *, fused: bool) -> np.ndarray:
-    """Normalised patches `[P, X]` (float32) of uint8 patches `[P, 3, n]`.
-
-    transformers' Pillow backend, its reference for images, rescales and then normalises. transformers' video processor
-    scales mean and deviation instead (`fused`), which differs in the last bit.
-    """
+    """Normalised patches `[P, X]` (float32) of uint8 patches `[P, 3, n]`. transformers' Pillow backend, its reference
+    for images, rescales and then normalises. transformers' video processor scales mean and deviation instead (`fused`),
+    which differs in the last bit."""
     values = patches.astype(np.float32)
     mean = np.asarray(pixels.mean, np.float32)[:, None]
     std = np.asarray(pixels.std, np.float32)[:, None]
@@ -136,10 +130,8 @@ def normalise(patches: np.ndarray, pixels: PixelSettings, *, fused: bool) -> np.
 @functools.lru_cache(maxsize=256)
 def _order(grid: Grid, merge: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The window order of one medium: block order `[M]`, positions `[P, 2]`, frame and window indices `[P]` from 0.
-
-    `window` is in merge blocks; 0 makes each frame pair one window. Windows at the right and lower edge are cut off,
-    as in the published model. Arrays are read-only.
-    """
+    `window` is in merge blocks; 0 makes each frame pair one window. Windows at the right and lower edge are cut off, as
+    in the published model. Arrays are read-only."""
     frames, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
     window = window or max(rows, columns)
     frame, row, column = (axis.ravel() for axis in np.indices((frames, rows, columns), dtype=np.int32))

@@ -52,10 +52,8 @@ MEDIA_TOKENS = (VISION_START, VISION_END, "<|vision_pad|>", *PADS.values())
 
 @dataclasses.dataclass(frozen=True)
 class PromptOutline:
-    """A tokenised prompt with one placeholder for each of `blocks`, and its media, in order.
-
-    `certain` is False if a number of frames comes from a video's header: decoding may show another number.
-    """
+    """A tokenised prompt with one placeholder for each of `blocks`, and its media, in order. `certain` is False if a
+    number of frames comes from a video's header: decoding may show another number."""
 
     token_ids: np.ndarray  # int32, placeholders not repeated
     media: tuple[Medium, ...]
@@ -148,11 +146,9 @@ class Processor:
     def configured(
         self, *, min_pixels: int = 0, max_pixels: int = 0, num_frames: int = 0, limits: DecodeLimits | None = None
     ) -> Processor:
-        """A processor with other bounds for images and videos; 0 and None leave the present values.
-
-        If a given bound crosses the present opposite bound, the opposite bound moves to the given bound. Raises
-        ValueError if `min_pixels` is above `max_pixels`.
-        """
+        """A processor with other bounds for images and videos; 0 and None leave the present values. If a given bound
+        crosses the present opposite bound, the opposite bound moves to the given bound. Raises ValueError if
+        `min_pixels` is above `max_pixels`."""
         if min_pixels > max_pixels > 0:
             raise ValueError(f"min_pixels={min_pixels} is above max_pixels={max_pixels}")
 
@@ -199,11 +195,9 @@ class Processor:
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def prepare(self, text: str, media: Sequence[tuple[str, Source]] = ()) -> ModelInput:
-        """The model input of `text`, in which each `<image>` or `<video>` stands for one of `media`, in order.
-
-        `media` are pairs of "image" or "video" and a path or an encoded file's bytes. Raises PromptError if marks
-        and media differ, MediaError for a file that can't be used.
-        """
+        """The model input of `text`, in which each `<image>` or `<video>` stands for one of `media`, in order. `media`
+        are pairs of "image" or "video" and a path or an encoded file's bytes. Raises PromptError if marks and media
+        differ, MediaError for a file that can't be used."""
         return self.prepare_ids(self.tokenise(text, media), media)
 
     def tokenise(self, text: str, media: Sequence[tuple[str, Source]] = ()) -> list[int]:
@@ -215,9 +209,7 @@ class Processor:
 
     def prepare_chat(self, text: str, media: Sequence[tuple[str, Source]] = (), *, system: str = "") -> ModelInput:
         """The model input of `text` as the user's message in the checkpoint's chat template, if any: see `prepare`.
-
-        Raises PromptError for a `system` message if there is no template.
-        """
+        Raises PromptError for a `system` message if there is no template."""
         return self.prepare_ids(self.tokenise_chat(text, media, system=system), media)
 
     def tokenise_chat(self, text: str, media: Sequence[tuple[str, Source]] = (), *, system: str = "") -> list[int]:
@@ -381,10 +373,8 @@ def arranged(arrangement: Arrangement, packed_PX: np.ndarray | ShadowTensor) -> 
 def pack_patches(
     patches_PX: np.ndarray, grid_thw: Sequence[Sequence[int]] | np.ndarray, layout: PatchLayout
 ) -> tuple[VisionInput, np.ndarray]:
-    """The vision tower's input, from patches of all media in raster order, and `Arrangement.feature_order`.
-
-    Raises ValueError if patches and grids do not fit together.
-    """
+    """The vision tower's input, from patches of all media in raster order, and `Arrangement.feature_order`. Raises
+    ValueError if patches and grids do not fit together."""
     arrangement = arrange(grid_thw, layout)
     return arranged(arrangement, arrangement.packed(patches_PX)), arrangement.feature_order
 

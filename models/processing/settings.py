@@ -40,11 +40,9 @@ class PixelSettings:
 @dataclasses.dataclass(frozen=True)
 class FrameSettings:
     """The choice of a video's frames: `num_frames` spread evenly, or `fps` a second, or all if both are 0.
-
     `max_video_tokens` > 0 caps the pixels of a frame, so that all frames of a video have at most 90 % of the pixels of
     `max_video_tokens` tokens. In a timed layout (`PatchLayout.timed`), each frame has at most the pixels of
-    `max_video_tokens` tokens.
-    """
+    `max_video_tokens` tokens."""
 
     num_frames: int = 0
     fps: float | int = 2

@@ -76,11 +76,8 @@ class VideoSlicer(VideoReader):
     medium: Medium
 
     def slice(self, pairs: range) -> Slice | None:
-        """The sampled frames of the frame pairs `pairs`.
-
-        None if the file has changed, or if only a complete decoding can identify the frames. Raises MediaError for a
-        file that can't be used.
-        """
+        """The sampled frames of the frame pairs `pairs`. None if the file has changed, or if only a complete decoding
+        can identify the frames. Raises MediaError for a file that can't be used."""
         with contextlib.suppress(_Unexpected, FFmpegError, OSError):
             container, stream = open_container(self.file, self.name, self.limits)
             with container:

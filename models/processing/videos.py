@@ -38,10 +38,8 @@ def sample_indices(
 ) -> np.ndarray:
     """Indices of the frames to sample among `total` frames of `seconds`, spread as in `Qwen2VLVideoProcessor`. With
     `timed` they are spread as in `Qwen3VLVideoProcessor`, which also samples the last frame, and any number of frames.
-
-
-    Raises ValueError if `total` is 0, and if `frames` has more frames than `total`, or a rate while `seconds` is None.
-    """
+    Raises ValueError if `total` is 0, and if `frames` has more frames than `total`, or a rate while `seconds` is
+    None."""
     if total < 1:
         raise ValueError("has no frames")
     if frames.num_frames and timed:
@@ -110,12 +108,9 @@ class VideoReader:
     limits: DecodeLimits
 
     def read(self, keep: Keep) -> Sampling:
-        """Decodes, samples and resizes the video, and gives `keep` one sampled frame after the other.
-
-        If the header is wrong about the frames, sampling begins anew with the first frame, and all earlier frames are
-        void. Raises MediaError for a video beyond `limits`, and for a damaged or cut-off file. All frames are void
-        then.
-        """
+        """Decodes, samples and resizes the video, and gives `keep` one sampled frame after the other. If the header is
+        wrong about the frames, sampling begins anew with the first frame, and all earlier frames are void. Raises
+        MediaError for a video beyond `limits`, and for a damaged or cut-off file. All frames are void then."""
         total, seconds, decoded = 0, None, False
         for _ in range(MAX_PASSES):
             container, stream = open_container(self.file, self.name, self.limits)
@@ -281,11 +276,9 @@ def _sorted(times: Sequence[int | None]) -> Sequence[int | None]:
 def span(
     times: Sequence[int | None], durations: Sequence[int], base: fractions.Fraction | None, at_rate: float | None
 ) -> float | None:
-    """The seconds from the first frame's start to the last frame's end; None if they are unknown.
-
-    Timestamps count if they are complete and increasing, else the frames' own durations, else the header's rate
-    (`at_rate`). A bare stream has durations from its parameter sets, and its rate is the demuxer's guess.
-    """
+    """The seconds from the first frame's start to the last frame's end; None if they are unknown. Timestamps count if
+    they are complete and increasing, else the frames' own durations, else the header's rate (`at_rate`). A bare stream
+    has durations from its parameter sets, and its rate is the demuxer's guess."""
     if base and increasing(times):
         known = [time for time in times if time is not None]
         ticks = known[-1] - known[0]
@@ -299,10 +292,8 @@ def span(
 
 
 def video_facts(source: Source, limits: DecodeLimits, *, count: bool = False) -> Facts:
-    """The facts of a video. Reads all packets with `count`, or if the header has no credible number of frames.
-
-    Raises MediaError for a file that can't be used, as far as packets and the first frame tell.
-    """
+    """The facts of a video. Reads all packets with `count`, or if the header has no credible number of frames. Raises
+    MediaError for a file that can't be used, as far as packets and the first frame tell."""
     name = source_name(source)
     with opened(source) as file:
         container, stream = open_container(file, name, limits)

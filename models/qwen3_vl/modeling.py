@@ -23,10 +23,8 @@ from ..qwen2_5_vl.modeling import NORM_EPS, PatchEmbed, PatchMerger, Qwen25VL, V
 def grid_taps(
     positions_P2: Int[Array, "P 2"], frame_segments_P: Int[Array, " P"], side: int
 ) -> tuple[Int[Array, "P 4"], Float[Array, "P 4"]]:
-    """The four entries of a grid `[side, side]`, row by row, between which a patch lies, and the weight of each.
-
-    The corners of a frame lie on the corners of the grid. Patches of padding (segment 0) get arbitrary entries.
-    """
+    """The four entries of a grid `[side, side]`, row by row, between which a patch lies, and the weight of each. The
+    corners of a frame lie on the corners of the grid. Patches of padding (segment 0) get arbitrary entries."""
     begins_P = jnp.diff(frame_segments_P, prepend=frame_segments_P[:1]) != 0
     frame_P = jnp.cumsum(begins_P.astype(jnp.int32))
     last_S2 = jax.ops.segment_max(positions_P2, frame_P, len(frame_P), indices_are_sorted=True)

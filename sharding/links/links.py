@@ -103,11 +103,9 @@ class Links:
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
         """Offers `arrays` under `key`; one peer fetches them, once. Each array is on one local device and may still be
-        computing. Raises ValueError for an empty array, for which the transfer engine would wait for ever.
-
-        Does not wait. A key is 0 to 2**63 and used once in the life of this process. The arrays are held until they
-        have been fetched; donating or deleting an array earlier breaks the fetch.
-        """
+        computing. Raises ValueError for an empty array, for which the transfer engine would wait for ever. Does not
+        wait. A key is 0 to 2**63 and used once in the life of this process. The arrays are held until they have been
+        fetched; donating or deleting an array earlier breaks the fetch."""
         self.check()
         if not all(array.size for array in arrays):
             raise ValueError(f"an empty array is offered under {key}: whoever fetches it would wait for ever")
@@ -116,11 +114,9 @@ class Links:
 
     def fetch(self, process: int, key: int, like: Sequence[jax.ShapeDtypeStruct], device: Device) -> list[jax.Array]:
         """Fetches to the local `device` the arrays that `process` offers, or will offer, under `key`. Does not wait.
-
         The arrays have the shapes and dtypes of `like`, which must be those of the offer. Programs can be called on the
         arrays before they are filled in. Wait with `ready` for the arrays, and for results computed from them, since
-        `jax.block_until_ready` hangs if the peer hangs.
-        """
+        `jax.block_until_ready` hangs if the peer hangs."""
         self.check()
         if process not in self._peers:
             raise ValueError(f"process {self.process} of {self.processes} can't fetch from process {process}")
@@ -143,10 +139,7 @@ class Links:
 
     def explain(self, error: BaseException) -> BaseException:
         """Returns the LinkError that explains the error of a program, a collective or a transfer, or else `error`.
-
-
-        Waits up to two seconds: a program that needed a dead process may fail before the wires report the death.
-        """
+        Waits up to two seconds: a program that needed a dead process may fail before the wires report the death."""
         if self._peers and not isinstance(error, LinkError):
             with self._news:
                 if self._news.wait_for(lambda: self._failure, _NEWS):
@@ -325,11 +318,8 @@ class Links:
 
 def _arrive(arrays: Sequence[jax.Array], hopeless: Callable[[], bool]) -> bool:
     """Returns True once all `arrays` are fetched or computed, False soon after `hopeless()`: JAX's own wait for a
-    hanging peer never ends. Raises the error of the program or the transfer that should have filled them.
-
-    JAX's wait runs in a thread that can't be stopped. If the arrays never arrive, the thread waits until the process
-    ends.
-    """
+    hanging peer never ends. Raises the error of the program or the transfer that should have filled them. JAX's wait
+    runs in a thread that can't be stopped. If the arrays never arrive, the thread waits until the process ends."""
     done, errors = threading.Event(), list[Exception]()
 
     def wait() -> None:
@@ -352,12 +342,10 @@ _ending = threading.Lock()
 
 
 def leave(error: BaseException, links: Links | None = None, code: int = 1) -> NoReturn:
-    """Reports `error` to the peers, and ends this process with one line on standard error and exit status `code`.
-
-    The process ends at once and without Python's exit handlers, so files must be written before. JAX's shutdown, one of
-    the handlers, waits for dead processes until the heartbeat time-out (100 s), and aborts. Also, a thread that waits
-    within JAX for arrays that never arrive aborts an interpreter that is about to end.
-    """
+    """Reports `error` to the peers, and ends this process with one line on standard error and exit status `code`. The
+    process ends at once and without Python's exit handlers, so files must be written before. JAX's shutdown, one of the
+    handlers, waits for dead processes until the heartbeat time-out (100 s), and aborts. Also, a thread that waits
+    within JAX for arrays that never arrive aborts an interpreter that is about to end."""
     error = error if links is None else links.explain(error)
     line = str(error) if isinstance(error, LinkError) else f"{type(error).__name__}: {error}"
     if links is not None:

@@ -75,9 +75,7 @@ def place() -> str:
 
 def own_address(peer_hosts: Sequence[str]) -> str:
     """Returns this host's IP address towards the first of `peer_hosts` (names) that it does not reach over loopback.
-
-    Without such a host, returns the address of the default route, or 127.0.0.1 without such a route. Sends nothing.
-    """
+    Without such a host, returns the address of the default route, or 127.0.0.1 without such a route. Sends nothing."""
     for name in (*peer_hosts, "192.0.2.1"):  # an address for documentation: it belongs to nobody
         try:
             found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
@@ -105,9 +103,7 @@ def listen(address: str, processes: int) -> socket.socket:
 
 def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: float) -> dict[int, Wire]:
     """Makes a wire to every peer: calls processes with lower numbers; the other processes call this one at `door`.
-
-    Raises LinkError if a peer is missing after `timeout` seconds.
-    """
+    Raises LinkError if a peer is missing after `timeout` seconds."""
     wires: dict[int, Wire] = {}
     here, end = cards[process], time.monotonic() + timeout
     with contextlib.ExitStack() as opened:  # closes the wires if a peer is missing
@@ -144,11 +140,9 @@ def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: f
 
 
 def _callers(door: socket.socket, most: int, end: float) -> Generator[tuple[socket.socket, bytes]]:
-    """Yields each caller with its greeting as soon as the greeting's line is complete: no caller waits for another.
-
-    At most `most` callers without a greeting stay connected: a further caller replaces the oldest. Raises OSError at
-    `end`.
-    """
+    """Yields each caller with its greeting as soon as the greeting's line is complete: no caller waits for another. At
+    most `most` callers without a greeting stay connected: a further caller replaces the oldest. Raises OSError at
+    `end`."""
     said: dict[socket.socket, bytes] = {}
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as leaving:
         leaving.callback(lambda: [caller.close() for caller in said])
@@ -200,11 +194,9 @@ def _greeted(greeting: bytes, secret: str) -> int:
 
 def initialize(coordinator: str, processes: int, process: int, **options: Any) -> None:
     """Calls `jax.distributed.initialize` with these arguments; all processes but 0 reach `coordinator` through a relay.
-
     `coordinator` is `host:port`; on loopback, no other host reaches the service. `heartbeat_timeout_seconds` must stay
     above the time-out of `Links`: otherwise `Links` has no time to name a process that hangs. The relay can run in
-    threads of this process, since JAX's calls to the service release the interpreter lock.
-    """
+    threads of this process, since JAX's calls to the service release the interpreter lock."""
     if process > 0:
         coordinator = _relay(coordinator)
     elif is_loopback(coordinator.rpartition(":")[0]):

@@ -76,11 +76,8 @@ class StreamTrainer:
 
 
 def projected_tokens(coordinator: Coordinator) -> float:
-    """Predicts the tokens in all caches when all running responses have their predicted lengths.
-
-    Responses of a group begin together and grow at the same pace: a running response is at least as long as the group's
-    ended responses.
-    """
+    """Predicts the tokens in all caches when all running responses have their predicted lengths. Responses of a group
+    begin together and grow at the same pace: a running response is at least as long as the group's ended responses."""
     total, reserved = 0.0, coordinator.settings.kv_reserved
     for entry in coordinator.ledger.at(PromptStage.RUNNING):
         tokens = entry.prompt.tokens + coordinator.lengths.predict(entry.prompt, running=entry.longest)

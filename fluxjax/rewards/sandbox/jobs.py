@@ -282,11 +282,9 @@ def _files(pid: int) -> int:
 
 
 class ProcessSandbox(abc.ABC):
-    """Runs at most `slots` jobs (or conversations) at a time; further jobs wait.
-
-    `python` is the interpreter of jobs, by default this process's. In a virtual environment, jobs get the base
-    interpreter, without the environment's packages.
-    """
+    """Runs at most `slots` jobs (or conversations) at a time; further jobs wait. `python` is the interpreter of jobs,
+    by default this process's. In a virtual environment, jobs get the base interpreter, without the environment's
+    packages."""
 
     def __init__(self, python: str | None = None, slots: int = 8) -> None:
         self.python = os.path.realpath(python or sys._base_executable)  # type: ignore[attr-defined]
@@ -316,10 +314,8 @@ class ProcessSandbox(abc.ABC):
 
 class BareSubprocess(ProcessSandbox):
     """Runs jobs with the rights of this process: they read and write its files, use its network and may outlive it.
-
     Time, output and resident memory are bounded; with prlimit also address space, CPU time, file size and open files.
-    The number of processes is not bounded.
-    """
+    The number of processes is not bounded."""
 
     def __init__(self, python: str | None = None, slots: int = 8) -> None:
         super().__init__(python, slots)

@@ -73,10 +73,8 @@ _REFUSED = {  # the numbers of each call on x86_64 and aarch64
 
 
 def program(machine: str | None = None) -> bytes:
-    """Returns the filter for `bwrap --seccomp`, by default for this machine.
-
-    Raises ValueError for an architecture without a filter.
-    """
+    """Returns the filter for `bwrap --seccomp`, by default for this machine. Raises ValueError for an architecture
+    without a filter."""
     machine = machine or platform.machine()
     if machine not in _MACHINES:
         raise ValueError(f"no filter of system calls for {machine}; there are some for {', '.join(_MACHINES)}")

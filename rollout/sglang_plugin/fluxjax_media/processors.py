@@ -1,7 +1,6 @@
 # pyright: reportMissingImports=false
 """Reads patches and positions from a request's JSON, which `rollout.wire` wrote, instead of decoding images.
 
-
 An entry of `image_data` or `video_data` is a string: `FORMAT`, then `{"key": ..., "patches": ..., "grid_thw": ...,
 "offsets": ..., "positions": ..., "position_delta": ...}`. Only the first of several samples of a prompt has patches.
 A server without this extension answers that the entry is no image.
