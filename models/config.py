@@ -79,7 +79,7 @@ class TextConfig:
     o_bias: bool = False
     head_norm: bool = False  # an RMS norm of each query head and each key head, before the rotary embedding
     output_gate: bool = False  # each head of q has a second half, whose sigmoid multiplies the head's output
-    rotated: float = 1.0  # share of a head's numbers that the rotary embedding rotates, from the first on
+    rotated: float = 1.0  # share of a head's numbers, from the first on, that the rotary embedding rotates
     zero_centred_norms: bool = False  # RMS norms multiply by one plus their scale
     delta: DeltaHeads | None = None
     attention_interval: int = 1
@@ -133,7 +133,7 @@ class PatchLayout:
 
     patch_size: int = 14  # pixels
     temporal_patch_size: int = 2  # frames
-    spatial_merge_size: int = 2  # patches a side of a merge block
+    spatial_merge_size: int = 2  # patches along a side of a merge block
     window_size: int = 112  # pixels; 0: no windows
     tokens_per_second: float | int = 4  # ticks of the rotary time axis in a second
 

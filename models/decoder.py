@@ -144,7 +144,7 @@ class Decoder(nnx.Module):
 
     @property
     def stack(self) -> Stack:
-        """The layers in their order. Each kind of layer has the name of its attribute of the model."""
+        """The layers in their order. A kind of layer is named like the model's attribute that has its layers."""
         return Stack({"layers": self.layers}, ("layers",) * self.config.text.num_layers)
 
     def embed(
@@ -155,8 +155,8 @@ class Decoder(nnx.Module):
         vision: VisionInput | None = None,
         features_MX: Float[Array, "M X"] | None = None,
     ) -> tuple[Float[Array, "B T D"], DeepFeatures | None]:
-        """(token embeddings, features that layers add). A text model ignores `feature_index_BT`, and raises ValueError
-        for pixels and features."""
+        """Returns (token embeddings, features that layers add to the hidden states). A text model ignores
+        `feature_index_BT`, and raises ValueError for pixels and features."""
         if vision is not None or features_MX is not None:
             raise ValueError("this is a text model; it can't read images or videos")
         return walk.use(self.embedding)(tokens_BT), None
@@ -322,7 +322,7 @@ def values(critic: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B
     predecessor (the first of a segment, padding), the number is finite and meaningless."""
     hidden = hidden_states(critic, inputs, walk)
     table = walk.use(critic.head).table[...]
-    behind = jnp.einsum("BTD,VD->BTV", hidden, table, preferred_element_type=jnp.float32)  # each token's value
+    behind = jnp.einsum("BTD,VD->BTV", hidden, table, preferred_element_type=jnp.float32)
     if inputs.spread is not None:
         behind = inputs.spread.with_exports(behind)
     predecessor = jnp.maximum(jnp.asarray(inputs.predecessor_BT), 0)

@@ -1,6 +1,7 @@
 """Hugging Face checkpoint folders: `config.json` and safetensors, one file or several with an index.
 
-Weights are read and written tensor by tensor. The writer of safetensors would need all tensors of a file at once.
+Weights are read and written tensor by tensor. `write_weights` replaces the writer of safetensors, which needs all
+tensors of a file at once.
 """
 
 import contextlib
@@ -123,9 +124,9 @@ def _check_names(files: _Files, names: list[TensorName], carried: Collection[str
 
 
 def _tied_or_not(files: _Files, config: DecoderConfig, raw: JsonObject) -> DecoderConfig:
-    """The configuration, untied if the files store a head that differs from the embedding. transformers ties both if
-    config.json says so at its top or in `text_config`, but keeps a stored head that differs. SGLang drops this head.
-    Raises CheckpointError for a head that differs, unless the top of config.json says false."""
+    """The configuration, untied if the files store a head that differs from the embedding. transformers ties head and
+    embedding if config.json says so at its top or in `text_config`, but keeps a stored head that differs. SGLang drops
+    this head. Raises CheckpointError for a head that differs, unless the top of config.json says false."""
     if not config.text.tie_word_embeddings or HEAD not in files.where or _is_tied_copy(files, config):
         return config
     if raw.get("tie_word_embeddings") is not False:
@@ -217,9 +218,9 @@ class StoredTensor:
 
 
 def write_weights(file: pathlib.Path, contents: Sequence[StoredTensor], values: Iterable[np.ndarray]) -> None:
-    """Writes one value for each entry of `contents`, taken from `values` one by one. The format: the length of the
-    header in eight bytes, the header in JSON, filled up to a multiple of eight bytes, then the tensors in the header's
-    order. Raises ValueError for a value of another shape or dtype."""
+    """Writes one value for each entry of `contents`, taken from `values` one by one. A file has the header's length in
+    eight bytes, the header in JSON, filled up to a multiple of eight bytes, and the tensors in the header's order.
+    Raises ValueError for a value of another shape or dtype."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers reads the framework from it
     end = 0
     for tensor in contents:
@@ -302,8 +303,8 @@ def save(
 
 
 def _with_dtype(config: JsonObject, stored: str) -> JsonObject:
-    """The dictionary with the weights' dtype in every field that names a dtype. A top without a dtype gets
-    `torch_dtype`."""
+    """The dictionary with the weights' dtype in every field that names a dtype. If the top of the dictionary names no
+    dtype, `torch_dtype` is added there."""
     said = ("dtype", "torch_dtype")
     top: dict[str, Any] = {} if any(config.get(key) for key in said) else {"torch_dtype": stored}
     for section in ("text_config", "vision_config"):

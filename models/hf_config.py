@@ -31,7 +31,7 @@ def need(config: JsonObject, name: str, where: str, kind: type = int) -> Any:
     return value
 
 
-# The only supported value of each setting. This decoder computes as other programs do under this value.
+# The only supported value of each setting. Under this value, this decoder computes what other programs compute.
 _SUPPORTED: dict[str, bool | int | None] = {
     "mlp_bias": False,
     "is_causal": True,
@@ -133,7 +133,7 @@ def read_rope(
     }
     rope = next(iter(readings.values()))
     if outer is not config:
-        # transformers reads `text_config` only, so that its values stand for settings that the top leaves out
+        # transformers reads `text_config` only, whose values count for settings that the top leaves out
         repeated = {name: outer[name] for name in (*_ROPE_FIELDS, "rope_theta") if outer.get(name)}
         beside = {**config, "rope_theta": rope.theta, **repeated}
         readings = {f"{field} of text_config": reading for field, reading in readings.items()}

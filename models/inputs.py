@@ -112,8 +112,8 @@ class ModelInput:
 
 
 class OutlinedInput:
-    """A prepared prompt without its large arrays, which `laid_out` makes again. It keeps what plans need: `len`,
-    `patches_PX`, `frame_bound`, `frame_edges` and `shown`, which a `ModelInput` has, too."""
+    """A prepared prompt without its large arrays, which `laid_out` makes again. The prompt keeps what plans need:
+    `len`, `patches_PX`, `frame_bound`, `frame_edges` and `shown`, which a `ModelInput` has, too."""
 
     __slots__ = ("_again", "_edges", "_known", "_tokens", "_where", "_which", "frame_bound", "patches_PX")
 
@@ -128,7 +128,7 @@ class OutlinedInput:
         return self._tokens
 
     def laid_out(self) -> ModelInput:
-        """The prompt's `ModelInput`. Calls share one result for as long as somebody refers to it."""
+        """The prompt's `ModelInput`. Calls share one result for as long as a reference to the result exists."""
         known = None if self._known is None else self._known()
         if known is None:
             known = self._again()
@@ -157,7 +157,7 @@ def _narrow(values: list[int] | np.ndarray) -> np.ndarray:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedTokens:
-    """Packed rows of several sequences each, and what the forward pass needs beside them.
+    """Packed rows of several sequences each, with all other inputs of the forward pass.
 
     Attention of query `t` reaches key `s` of the same row when `s <= t`, `segments[s] == segments[t] != 0` and
     `branches[s]` is 0 or equals `branches[t]`. Branch 0 of a segment is the prompt that a group shares; branches 1, 2,

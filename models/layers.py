@@ -27,7 +27,8 @@ zeros = nnx.initializers.zeros_init()
 
 @runtime_checkable
 class DrawnOnHost(Protocol):
-    """Random initial values. A call samples them in JAX; `on_host` samples from the same distribution in numpy."""
+    """Random initial values. A call samples values in JAX; `on_host` samples values of the same distribution in
+    numpy."""
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array: ...
 
@@ -138,7 +139,7 @@ class PlainMLP(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table with a row for each token id. It serves as the input embedding, the output head or both."""
+    """A table with a row for each token id. The table serves as the input embedding, the output head or both."""
 
     def __init__(self, vocab: int, width: int, std: float, rngs: nnx.Rngs) -> None:
         self.table = weight(rngs, WeightSpec((vocab, width), ("V", "D"), Normal(std)))
@@ -168,13 +169,13 @@ def _normal_cdf(x: Array) -> Array:
     return 0.5 * (1 + jax.lax.erf(x * np.float32(math.sqrt(0.5))))
 
 
-FEW_ROWS = 48  # most rows for which a CPU multiplies faster with the weight as left factor (measured from 2 to 64)
+FEW_ROWS = 48  # most rows for which a CPU multiplies faster with the weight as left factor (measured with 2 to 64)
 
 
 def project(x: Array, matrix: nnx.Variable) -> Array:
     """Multiplies the last axes of `x` by the input axes of a weight (`WeightSpec.inputs`), and sums over them. All axes
-    of rows are joined, which gives one product of two matrices. With several axes of rows, XLA on CPUs would transpose
-    the activations for each weight's gradient, which took half as long as the products."""
+    of rows are joined, which gives one product of two matrices. With several axes of rows, XLA on CPUs would also
+    transpose the activations for each weight's gradient, which takes half the time of the products."""
     spec: WeightSpec = matrix.get_metadata("spec")
     weights, rows = matrix[...], x.shape[: x.ndim - spec.inputs]
     flat = x.reshape(math.prod(rows), -1)
@@ -235,7 +236,7 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, flo
 
 def _yarn_ramp(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """The share by which each pair of the head is interpolated, `[H/2]` float32: 0 for fast pairs, 1 for slow pairs.
-    float32 as in transformers: near 1, rounding changes the share that is not interpolated."""
+    The share is float32 as in transformers, since rounding near 1 changes the share that is not interpolated."""
 
     def turning_point(rotations: float) -> float:
         # The pair that turns `rotations` times within the original context.

@@ -59,7 +59,7 @@ def adapted(model: Decoder, lora: Lora) -> Decoder:
 
 
 def _adapted_weights(config: DecoderConfig, lora: Lora) -> list[TensorName]:
-    """The names of the weights that get adapters. A target names the projections of all kinds of layers."""
+    """The names of the weights that get adapters. A target names projections in all kinds of layers."""
     found: dict[str, list[TensorName]] = {}
     for weight in tensor_names(config):
         name = weight.name.removesuffix(".weight").split(".")[-1]
@@ -129,7 +129,7 @@ def load_adapters(config: DecoderConfig, path: str | os.PathLike[str], lora: Lor
 
 
 def _entries(config: DecoderConfig, lora: Lora) -> list[TensorName]:
-    """The names of the adapters on disk, by the modules of `transformers` for every layout of the checkpoint."""
+    """The names of the adapters on disk, which follow the modules of `transformers`, not the checkpoint's layout."""
     config = dataclasses.replace(config, names=NameLayout.NESTED)
     entries = []
     for weight in _adapted_weights(config, lora):

@@ -4,10 +4,10 @@
 
 The parts, in order: template or token ids, patches of images (not of videos, which need torchvision in transformers),
 positions by axis, embeddings, features of the tower, each decoder layer, final norm, logits, log-probs. A prompt of
-text is compared first, then a prompt with media if the model reads media; parts up to positions are compared for both
-prompts before embeddings are. Ids and positions must be equal. Other parts differ if their largest difference is above
-the tolerance; for all but log-probs, the tolerance is multiplied by the part's largest magnitude if that is above 1.
-The first difference that is not a known one ends the comparison with exit status 1. Wrong input, or a missing torch or
+text is compared first, then a prompt with media if the model reads media; all parts up to positions are compared first,
+for both prompts. Ids and positions must be equal. Other parts differ if their largest difference is above the
+tolerance; except for log-probs, the tolerance is multiplied by the part's largest magnitude if this is above 1. The
+first difference that is not a known one ends the comparison with exit status 1. Wrong input, or a missing torch or
 transformers, ends the comparison with one line on stderr and exit status 2.
 """
 
@@ -115,7 +115,7 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Recorder(Walk):
-    """The walk of one device. It keeps the input of each stack of layers, and the output of each layer."""
+    """The walk of one device. `stacks` has the input of each stack of layers, and the output of each layer."""
 
     stacks: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
@@ -186,7 +186,7 @@ def compared(options: argparse.Namespace) -> Iterator[tuple[str, Any, Any, str]]
 
 
 def difference(ours: Any, theirs: Any, tolerance: float, absolute: bool) -> tuple[str, bool]:
-    """(how much two parts differ, whether that is too much). Whole numbers must be equal."""
+    """(how much two parts differ, whether that is too much). Integers must be equal."""
     ours, theirs = np.asarray(ours), np.asarray(theirs)
     if ours.shape != theirs.shape:
         return f"shapes {ours.shape} and {theirs.shape}", True

@@ -111,8 +111,8 @@ def architecture_of(config: JsonObject) -> str:
 
 
 def write_config(config: DecoderConfig) -> dict[str, Any]:
-    """The `config.json` dictionary of a configuration. It is the dictionary that was read if its meaning is
-    unchanged."""
+    """The `config.json` dictionary of a configuration. If `config` still means the dictionary that was read, returns
+    that dictionary."""
     source = json.loads(config.extra)
     # `names` is a property of the weight files, not of config.json
     if source and dataclasses.replace(read_config(source), names=config.names) == config:

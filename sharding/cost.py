@@ -170,7 +170,7 @@ class CostModel:
 
     def attention_seconds(self, length: Number, degree: int = 1) -> Number:
         """Seconds of one device's share of the attention of a sequence of `length` tokens on `degree` devices, with a
-        launch for this sequence alone in each layer; an array of lengths gives an array of seconds. Raises PlanError as
+        launch for this sequence alone in each layer. An array of lengths gives an array of seconds. Raises PlanError as
         `ModelSizes.heads_of` does."""
         length = np.asarray(length, float)
         return self._attention(length**2, length, degree)

@@ -10,7 +10,7 @@ some tokens; the sums of the parts, `[parts, T]`, are combined here.
 In the kernels' backward pass, the vocabulary is cut into chunks. A kernel computes a chunk's logits again and writes
 the gradients of these logits, `[T, width]`, in the dtype of the hidden states. From the gradients, two matrix products
 of XLA (cuBLAS, or a faster kernel that XLA finds) compute the chunk of the head's gradient, and a term of the hidden
-states' gradient, which is summed in float32. Each number of the head's gradient is thus one sum over all tokens,
+states' gradient. The terms are summed in float32. Each number of the head's gradient is thus one sum over all tokens,
 rounded once, and no complete float32 copy of this gradient exists. Nothing is added by atomics: the same inputs give
 the same bits.
 
@@ -134,8 +134,8 @@ chosen = functools.partial(runs_triton, multiple=16)
 
 
 def tiling_of(dtype: Any, capability: int) -> Tiling:
-    """The tiles of both kernels: tokens, ids, and numbers of the width that are multiplied at once. They are the
-    largest tiles that ptxas fits into registers. Only bfloat16 on Hopper was timed (`benchmarks/head.py`)."""
+    """The tiles of both kernels: tokens, ids, and numbers of the width that are multiplied at once. Larger tiles would
+    not fit into registers. Only bfloat16 on Hopper was timed (`benchmarks/head.py`)."""
     if jnp.dtype(dtype).itemsize == 4:
         return Tiling((64, 64, 32), 4, 2)
     if 90 <= capability < 120:

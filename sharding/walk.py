@@ -1,14 +1,14 @@
 """The walk over a model's layers, which every strategy shares, and the types of losses and results.
 
 A strategy decides where weights come from and what the backward pass keeps while a stack of layers is walked. A model
-never asks on how many devices it runs. It calls `walk.use(module)` before it reads a module's weights and
+never asks on how many devices it runs. The model calls `walk.use(module)` before it reads a module's weights and
 `walk.scan(...)` over its `Stack` of layers. In these calls FSDP gathers weights.
 
 Under fully sharded data parallelism (`Fsdp`), every device holds a slice of every weight and computes its own rows. A
 layer's weights are gathered when the walk reaches the layer, and dropped after it. The transpose of the gather scatters
-and sums their gradients, so that no device holds the complete gradients of all layers. If the batch spreads a sequence
-over several devices (`sharding.spread`), `forward` attends over these devices. Forward and backward pass are one fully
-manual `shard_map`, since automatic partitioning left gradients replicated, without a reduce-scatter.
+and sums the layer's gradients, so that no device holds the complete gradients of all layers. If the batch spreads a
+sequence over several devices (`sharding.spread`), `forward` attends over these devices. Forward and backward pass are
+one fully manual `shard_map`, since automatic partitioning left gradients replicated, without a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _entry(tree: PyTree, index: int | None) -> PyTree:
 class Stack:
     """The layers of a model, of one or several kinds: `order` has the kind of each layer. The layers of a kind are one
     module, whose weights have a leading layer axis. Layer `i` is the entry `order[:i].count(order[i])` of
-    `modules[order[i]]`. A kind has the name of the model's attribute with its layers."""
+    `modules[order[i]]`. A kind is named like the model's attribute that has its layers."""
 
     modules: Mapping[str, nnx.Module]
     order: tuple[str, ...]
@@ -233,7 +233,7 @@ class Tally:
         )
 
 
-# Forwards and losses run on one device's share of the rows; the walk gives them the model's weights.
+# Forwards and losses run on one device's share of the rows; the walk supplies the model's weights.
 Forward: TypeAlias = Callable[[nnx.Module, PyTree, Walk], PyTree]  # (model, inputs, walk) -> arrays with rows first
 Loss: TypeAlias = Callable[[nnx.Module, PyTree, Walk], tuple[Array, Tally]]  # (model, batch, walk) -> sum over rows
 
@@ -241,11 +241,11 @@ Loss: TypeAlias = Callable[[nnx.Module, PyTree, Walk], tuple[Array, Tally]]  # (
 class Fsdp:
     """FSDP of one model over all axes of `mesh`; any number of devices.
 
-    `model` may be abstract: its declarations are read, its weights are not. `forward` and `loss` compute on a
-    device's share. `row_dims(batch)` says which dimension of each array of a batch counts rows (or vision patches):
-    a pytree like the batch, or a prefix of it. Weights are stored in their declared dtype and cast to `compute_dtype`
-    before they are sent, which for bfloat16 halves the traffic. `remat` and `unroll` are those of `Walk`. Weights whose
-    declaration says `frozen` have no gradients.
+    `model` may be abstract: its declarations are read, its weights are not. `forward` and `loss` compute on a device's
+    share. `row_dims(batch)` says which dimension of each array of a batch counts rows (or vision patches): a pytree
+    like the batch, or a prefix of it. Weights are stored in their declared dtype and cast to `compute_dtype` before a
+    gather, which halves the traffic for bfloat16. `remat` and `unroll` are those of `Walk`. Weights whose declaration
+    says `frozen` have no gradients.
 
     A batch has the same loss and gradients on every mesh, to float tolerance. A planner (`sharding.planner`) decides
     where each sequence is computed, and the batch is composed after the plan. A run may thus change planners between
@@ -290,7 +290,8 @@ class Fsdp:
         return _put(params, self.shardings)
 
     def trained(self, tree: Params) -> Params:
-        """The trained weights of parameters, or the leaves at their paths in a tree of the same structure."""
+        """The trained weights of parameters, or the leaves at the paths of trained weights in a tree of the same
+        structure."""
         if not self._frozen:
             return tree
         return unflatten_dict({path: leaf for path, leaf in by_path(tree).items() if path not in self._frozen})
@@ -377,9 +378,9 @@ class Fsdp:
         return local if cut is None else jax.lax.all_gather(local, cut.axes, axis=cut.dim, tiled=True)
 
     def _merge(self, weight: Weight, adapter_a: Weight, adapter_b: Weight) -> jax.Array:
-        """The complete weight, with the product of its adapters added to the shards before they are cast and gathered.
-        `cut_of` chooses by axes: the adapter that has the axis along which the weight is cut is cut in the same way.
-        Any other adapter is gathered, in float32."""
+        """The complete weight, with the product of its adapters added to the shards before cast and gather. `cut_of`
+        chooses by axes: the adapter that has the axis along which the weight is cut is cut in the same way. Any other
+        adapter is gathered, in float32."""
         (spec, local), (spec_a, a), (spec_b, b) = weight, adapter_a, adapter_b
         cut = cut_of(spec, self.mesh)
         a, b = self._varying(spec_a, a), self._varying(spec_b, b)

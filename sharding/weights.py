@@ -1,7 +1,7 @@
 """A weight is declared once; its abstract shape, initial value, sharding and gather derive from the declaration.
 
 Low-rank adapters (LoRA, arXiv:2106.09685) are weights, too: beside `q` (`[in..., out...]`, frozen) are `q_lora_a`
-(`[in..., R]`) and `q_lora_b` (`[R, out...]`), which are trained. No model reads adapters: when a layer is used, a walk
+(`[in..., R]`) and `q_lora_b` (`[R, out...]`), which are trained. No model reads adapters. When a layer is used, a walk
 adds `factor * a @ b` in float32 to the shard of `q` that a device holds, before it casts and gathers the sum. Every
 strategy thus computes with the weights that engines get (`with_adapters`).
 """
@@ -214,8 +214,8 @@ def attach(model: nnx.Module, paths: Iterable[Path], rank: int, factor: float, i
 
 
 def with_product(spec: WeightSpec, weight: Array, a: Array, b: Array) -> Array:
-    """Returns `weight + factor * a @ b`, computed in float32, in the dtype of `weight`. The arrays belong to one layer;
-    they are complete, or matching shards."""
+    """Returns `weight + factor * a @ b`, computed in float32, in the dtype of `weight`. The arrays belong to one layer,
+    and are complete or matching shards."""
     rank = a.shape[-1]
     flat = a.reshape(-1, rank), b.reshape(rank, math.prod(b.shape[1:]))
     product = jnp.matmul(*flat, precision=jax.lax.Precision.HIGHEST).reshape(weight.shape)
@@ -223,7 +223,7 @@ def with_product(spec: WeightSpec, weight: Array, a: Array, b: Array) -> Array:
 
 
 def without_adapters(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters, or a tree like them, without the adapters."""
+    """Parameters, or a tree of their structure, without the adapters."""
     return unflatten_dict({path: leaf for path, leaf in by_path(tree).items() if not is_adapter(path)})
 
 

@@ -1,9 +1,9 @@
 """The typed configuration, which `configs/*.py` build, flags override and `validate()` checks.
 
 Each field declares its bound (`fluxjax.config.bounds`) and the comment that `--help` shows. This package imports
-nothing heavy, so that `--help` and errors are printed at once. Flags set fields of a section after its construction. A
-trainer settles its own copy, which then refuses assignments. Sections have slots, so that a configuration file cannot
-set a field that does not exist.
+nothing heavy, so that `--help` and errors are printed at once. Sections are mutable, since flags set fields after
+construction. A trainer settles its own copy, which then refuses assignments. Sections have slots, so that a
+configuration file cannot set a field that does not exist.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ class FlexUlysses(Ulysses):
 
 @dataclasses.dataclass(slots=True)
 class ODC(Ulysses):
-    """Every device computes complete sequences at its own pace. Longer sequences are spread, and computed first."""
+    """Each device computes sequences at its own pace. Sequences too long for one device come first, spread."""
 
     hybrid: bool = False  # parameters, gradients spread over devices_per_host devices; optimizer state over all devices
     deterministic: bool = False  # gradients add up in an order that the plan fixes, bit for bit; else as they arrive
@@ -158,8 +158,7 @@ class RolloutConfig(Section):
     slots: int = positive(256)  # samples decoded at once by an engine
     max_sequence_tokens: int = positive(128)  # prompt plus response
     # Tokens in the KV cache of each engine, shared by its slots. 0: a server takes what its memory allows; an embedded
-    # engine takes what all slots may need, within half of the device memory that is free before the first request (on
-    # CPUs within 4 GiB).
+    # engine takes what all slots may need, within half of the free device memory (on CPUs within 4 GiB).
     kv_tokens: int = not_negative(0)
     # Tokens that an embedded engine decodes for each sample in a round. 0: 4 on CPUs; on other devices 4 while samples
     # wait or are near their limit, otherwise up to 64.
@@ -276,8 +275,9 @@ class Config(Section):
     # Devices of half of the engines compute gradients of complete groups while the other engines generate (Flexes,
     # 4.4).
     stream_trainer: bool = False
-    # Training of a step begins when its incomplete groups are predicted, with this confidence, to end while gradients
-    # of its complete groups are computed (Flux, insight 2). 0: training waits for all groups.
+    # Training of a step begins early if its incomplete groups are predicted to end while gradients of complete groups
+    # are computed (Flux, insight 2). The value is the least confidence of the prediction. 0: training waits for all
+    # groups.
     speculative_sync: float = within(0.0, "[0, 1)")
     parallelism: ParallelismConfig = dataclasses.field(default_factory=ParallelismConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)

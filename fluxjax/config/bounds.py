@@ -15,7 +15,8 @@ PLAIN = str | int | float | bool | list | tuple | None  # types of the values of
 
 
 class Section:
-    """The base of the dataclasses of settings. A settled section refuses assignments; its copies accept them."""
+    """The base of the dataclasses of settings. A settled section refuses assignments; copies of the section accept
+    assignments."""
 
     __slots__ = ("_settled",)
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]

@@ -57,8 +57,8 @@ class RewardsConfig(Section):
 
 
 def term_weights(terms: Mapping[str, RewardTerm], field: str) -> dict[str, RunSchedule]:
-    """Returns the weights of the terms, by name; `field` is the field that holds them. Raises `ConfigError` for a
-    weight that can't be read, or that depends on more than the run's progress."""
+    """Returns the weights of the terms, by name; `field` is the name of the field with the terms. Raises `ConfigError`
+    for a weight that can't be read, or that depends on more than the run's progress."""
     weights: dict[str, RunSchedule] = {}
     for name, term in terms.items():
         where = f"{field}.{name}.weight"

@@ -3,8 +3,8 @@ and adapters.
 
 Numbers that may change during a run may be schedules, written as text: see `fluxjax.config.schedules`.
 
-`OWN_SETTINGS` has the settings in which an algorithm's paper differs from the defaults here. Choosing the algorithm
-sets them, by `--config.algorithm.name=dr_grpo` or by `AlgorithmConfig.of("dr_grpo")`. Settings that are given beside
+`OWN_SETTINGS` has the settings in which an algorithm's paper differs from the defaults here. Choosing an algorithm sets
+its settings, by `--config.algorithm.name=dr_grpo` or by `AlgorithmConfig.of("dr_grpo")`. Settings that are given beside
 the name overrule an algorithm's own settings.
 """
 
@@ -94,10 +94,11 @@ class AdaptiveAsyncConfig(Chosen):
     """Generation runs ahead of training, as far as staleness allows (Flux, component 1)."""
 
     max_staleness: int = not_negative(4)  # versions; older tokens are never trained on
-    # In [0, 1]: see `staleness` in `fluxjax.coordinator.policies.adaptive_async`. A number or a schedule.
+    # The staleness, in [0, 1], that training is steered to (`staleness` in
+    # `fluxjax.coordinator.policies.adaptive_async`). A number or a schedule.
     target_staleness: float | str = scheduled(0.15, "[0, 1]")
-    # The share of max_staleness by which generation runs ahead when the run begins. The share adapts later, except 0
-    # (always synchronous) and 1 (always all of max_staleness).
+    # The share of max_staleness by which generation runs ahead when the run begins. The share adapts later, unless it
+    # is 0 (always synchronous) or 1 (always all of max_staleness).
     ratio: float = within(0.5, "[0, 1]")
     interrupt: bool = True  # engines get new weights at once, while responses go on; False: after all responses end
     # Preferences by which a step's groups are chosen among the scored groups (Flux, component 4): stalest (oldest
@@ -136,7 +137,7 @@ class ImportanceConfig(Section):
     """Flux, component 3: one correction for staleness, mixed versions and replay."""
 
     kind: Importance = Importance.NONE  # way to keep ratios from growing: truncate or mask
-    level: ImportanceLevel = ImportanceLevel.TOKEN  # ratio of a token or its response (all tokens are scored first)
+    level: ImportanceLevel = ImportanceLevel.TOKEN  # ratio of a token, or of its response (all tokens scored first)
     # The smallest and the largest ratio that count: truncate cuts larger ratios, mask leaves out tokens outside.
     bounds: tuple[float, float] = pair((0.5, 2.0), "[0, 1)", "(1, inf)", "a ratio of 1 counts")
     decay: float = within(1.0, "(0, 1]")  # factor of a token's weight for each version that the token is behind; 1: off
@@ -220,8 +221,8 @@ class AlgorithmConfig(Section):
         return cls(**{"name": name, **OWN_SETTINGS.get(name, {}), **settings})
 
     def choose(self, name: str) -> None:
-        """Sets the own settings of the algorithm `name`. Own settings of the previous algorithm get their defaults,
-        unless they were changed."""
+        """Sets the own settings of the algorithm `name`. Own settings of the previous algorithm that were not changed
+        get their defaults."""
         fresh = AlgorithmConfig()
         for field, value in OWN_SETTINGS.get(self.label, {}).items():
             if getattr(self, field) == value:

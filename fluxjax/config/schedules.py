@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError
 
-if TYPE_CHECKING:  # the types of groups load JAX, and the command line must be checked earlier
+if TYPE_CHECKING:  # the types of groups import JAX, which a check of the command line must not
     from ..base.types import Group, Prompt
     from . import Config
 
@@ -238,8 +238,8 @@ def parse(
     text: str, field: str, low: float = -math.inf, high: float = math.inf, *, per_prompt: bool = True
 ) -> RunSchedule:
     """Returns the schedule that `text`, the value of `field`, describes in the form of the module's docstring. Raises
-    `ConfigError`, naming the field, the text and what is allowed, for a text that is no schedule, for values outside of
-    [low, high], and, unless `per_prompt`, for schedules that differ between sources or prompts."""
+    `ConfigError`, naming the field and what is allowed, for a text that is no schedule, and for values outside of [low,
+    high]. Unless `per_prompt`, schedules that differ between sources or prompts are refused, too."""
     parts = [part.strip() for part in text.split(";") if part.strip()]
     try:
         if ":" not in text and len(parts) != 1:

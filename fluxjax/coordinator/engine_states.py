@@ -13,7 +13,8 @@ from .messages import Request
 
 
 class EngineStates:
-    """The engines' weights and loads. Policies read them and call `route`; only the `Coordinator` changes them."""
+    """The engines' weights and loads. Policies read weights and loads, and call `route`; only the `Coordinator` changes
+    them."""
 
     def __init__(self, engines: int, degree: int = 1, kv_tokens: int = 0) -> None:
         self.degree = degree  # devices of each engine
@@ -136,8 +137,8 @@ class ParallelismPlanner:
     """Chooses for each step the number of devices of an engine (Flexes, section 4.2).
 
     An engine whose cache is full takes pages from running responses, and computes the pages again later: a preemption.
-    More devices in an engine leave more room beside the weights, but mean fewer engines and more communication. So a
-    sudden rise of preemptions doubles the degree, and several steps without preemptions halve the degree.
+    More devices in an engine leave more room beside the weights, but mean fewer engines and more communication. A
+    sudden rise of preemptions therefore doubles the degree, and several steps without preemptions halve the degree.
 
     `degree` is the number of devices that an engine should have now: a power of two within `[least, most]`.
 

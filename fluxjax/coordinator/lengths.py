@@ -100,8 +100,8 @@ class Level:
     def learn(self, x: np.ndarray, y: float, weight: float, within: float | None, residual: float) -> None:
         """Enters a response with its squared deviation `within` its group (None for a group's first response) and its
         squared residual from the regression."""
-        # Only the residual of a group's first response counts. The regression has learnt from that response when later
-        # responses arrive, so that their residuals are too small.
+        # Only the residual of a group's first response counts. The residuals of later responses are too small, since
+        # the regression has learnt from the first response.
         if within is None:
             self.sums[2] += residual
             self.sums[3] += 1
@@ -339,7 +339,7 @@ class LengthPredictor:
         return x, fixed + level.shift, variance
 
     def state_dict(self) -> State:
-        """Returns the state without the features, which are computed again when they are needed."""
+        """Returns the state without the features, which are computed again when needed."""
         self._enter_observed()
         return {
             "pooled": self._pooled.state_dict(),

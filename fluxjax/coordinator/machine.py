@@ -123,8 +123,8 @@ class Coordinator:
         return self._last_evaluation[0]
 
     def evaluation_due(self) -> messages.Evaluate | None:
-        """Returns the evaluation due before the next step: a full evaluation at step 0 and at the end, a smaller one
-        every n steps."""
+        """Returns the evaluation due before the next step: a full evaluation at step 0 and at the end, a smaller
+        evaluation every n steps."""
         every = self.settings.evaluate_every
         full = self.step == 0 or bool(self.ending)
         if not full and not (every and self.step % every == 0):

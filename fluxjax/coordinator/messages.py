@@ -294,8 +294,7 @@ class Handlers(dict[type[Message], Callable[[Any, Any], Any]]):
 
     self._carry_out[type(instruction)](self, instruction)
 
-    Raises `TypeError` for a type with two handlers, and, as the class is created, for a type without a handler (Python
-    3.11 shows the error as the cause of a `RuntimeError`).
+    Raises `TypeError` for a type with two handlers, and, as the class is created, for a type without a handler.
     """
 
     def __init__(self, family: type[Message]) -> None:

@@ -87,8 +87,8 @@ class Slots:
             semaphore.release()
 
     def usage(self) -> tuple[int, float]:
-        """Returns the most calls that waited at once, and the share of slots' time in calls, both since the last call
-        of this method. The share is 0 only if no reward was called."""
+        """Returns the most calls that waited at once, and the share of slots' time in calls, since the last `usage`.
+        The share is 0 only if no reward was called."""
         self._tally()
         waited, busy = self._most, self._busy / max((self._tallied - self._since) * self._count, 1e-9)
         self._since, self._busy, self._most = self._tallied, 0.0, self._waiting
@@ -138,8 +138,8 @@ class Caller(abc.ABC):
 
     @abc.abstractmethod
     async def call(self, completions: Sequence[Completion]) -> list[Any]:
-        """Returns an answer for each completion. There is one completion, unless the reward scores batches. The answer
-        for a completion may be a RewardFailure. Raises RewardFailure if all completions fail."""
+        """Returns an answer for each completion. Only a reward that scores batches gets several completions. The answer
+        for a completion may be a RewardFailure. Raises RewardFailure if the call as a whole fails."""
 
     def close(self) -> None:  # noqa: B027 - calls in this process go on
         """Ends calls under way, if they can be ended."""
@@ -157,8 +157,8 @@ class _Batch:
 
 
 class LocalCaller(Caller):
-    """Calls a reward in this process: a blocking function in a daemon thread, users' coroutines in their own loop, this
-    package's coroutines in the run's loop, which the engines use. A call that takes too long is abandoned."""
+    """Calls a reward in this process: a blocking function in a daemon thread, a user's coroutine in `UsersLoop`, this
+    package's coroutines in the run's loop. A call that takes too long is abandoned."""
 
     def __init__(self, reward: Any, seconds: float, loop: UsersLoop, slots: Slots) -> None:
         self._callee, self._seconds, self._loop = Callee.of(reward), seconds, loop

@@ -5,7 +5,8 @@ Math-verify accepts these pairs as equal; `strict` refuses them:
 - `(1,2)` and `\{1,2\}`: math-verify reads the first as an interval, and compares the ends;
 - any two equations for which sympy lists no solution, as `AB = BA + 1` and `AB = BA`.
 
-Math-verify accepts numbers that are equal to six decimals, as two small numbers always are. This file compares numbers.
+Math-verify accepts numbers that are equal to six decimals, as two small numbers always are. Numbers are therefore
+compared here.
 """
 
 import contextlib
@@ -109,5 +110,5 @@ def _solvable(equation: sympy.Eq) -> bool:
         return True
 
 
-# The first comparison builds tables for most of a second. It is made here, before answers are timed.
+# A process's first comparison builds tables for most of a second, here before answers are timed.
 equal({"reference": r"x = \frac{1}{2}", "given": r"2x = 1", "strict": True})

@@ -34,7 +34,7 @@ _HERE = ("math", "format", "code", "judge")  # kinds of rewards that this proces
 _LOGGED = 5  # failures of one reward that are logged one by one
 _WINDOW = 1000  # last responses over which the share of failures is computed
 _REASONS = 32  # reasons that are counted one by one; further reasons are counted together
-_LENGTH = 200  # characters of a reason
+_LENGTH = 200  # most characters of a reason
 
 
 @dataclasses.dataclass(eq=False)
@@ -187,7 +187,8 @@ class Scorer:
 
     def check_answers(self, texts: Mapping[str, Iterable[str]], held_out: bool = False) -> None:
         """Reads each source's `texts`, a prompt and its answer alternately, and warns of answers, among the first 500,
-        that a reward can't grade. Raises `ConfigError` if their share is above `rewards.max_unreadable`."""
+        that a reward can't grade. Raises `ConfigError` if the share of these answers is above
+        `rewards.max_unreadable`."""
         for name, prompts_and_answers in texts.items():
             some = list(itertools.islice(prompts_and_answers, 2 * _LOOKED_AT))
             pairs = [(text, answer) for text, answer in zip(some[::2], some[1::2], strict=True) if answer]

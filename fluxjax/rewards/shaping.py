@@ -1,6 +1,6 @@
 """Rewards for the form of an answer, not for its content: its format, and DAPO's penalty for length.
 
-These rewards are meant for a sum with other rewards. `Reward.correct` says whether the form is right.
+These rewards are meant to be added to other rewards. `Reward.correct` says whether the form is right.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ class Format(BuiltIn):
 
     The format is `<think>…</think><answer>…</answer>`: each tag once, text in both pairs, only white space outside them
     (DeepSeek-R1, arXiv:2501.12948, section 2.2.2). A `pattern` replaces this format: the text must match by
-    `re.fullmatch`, and a full stop matches any character. Some patterns take for ever for some texts. A process matches
-    them, and is killed after `seconds`; the text then counts as not matching.
+    `re.fullmatch`, and a full stop matches any character. Some patterns take for ever for some texts. Texts are matched
+    in a process that is killed after `seconds`; the text then counts as not matching.
     """
 
     name = kind = "format"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 GIB = 2.0**30
-# The kinds of bytes that an engine has. FSDP does not cut them. Layers with Gated DeltaNet have one state a slot.
+# The kinds of bytes that an engine has, which FSDP does not cut. Layers with Gated DeltaNet have one state a slot.
 ENGINE, CACHE, STATES = "engine weights", "KV cache", "states"
 
 

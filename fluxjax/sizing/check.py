@@ -1,5 +1,5 @@
-"""The pre-flight: compiles a run's programs, adds up a device's memory, and says whether the run fits. If it does not,
-says which changes of settings would make it fit, and how much memory the run would need with each change."""
+"""The pre-flight: compiles a run's programs, adds up a device's memory, and says whether the run fits. If the run does
+not fit, says which changes of settings would help, and how much memory the run would need with each change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .run_programs import (
 )
 
 LEAST_SLOTS = 8
-REMATS = (Remat.NONE, Remat.DOTS, Remat.LAYER, Remat.OFFLOAD)  # the fastest first, the one of least memory last
+REMATS = (Remat.NONE, Remat.DOTS, Remat.LAYER, Remat.OFFLOAD)  # from the fastest to the one of least memory
 PROGRAMS = ("accumulate", "update", "logprobs", "prefill", "decode")
 
 
@@ -248,8 +248,8 @@ def with_remat(config: Config, remat: Remat) -> Config:
 
 
 def changes(run: RunShapes, rows: RowGrowth, usable: float, few: int, progress: Progress) -> list[Change]:
-    """Returns the changes of settings that may make the run fit, in the order in which they are tried. `less_kept`
-    compiles a program for each rematerialisation that it tries, of `few` layers and of twice as many."""
+    """Returns the changes of settings that may make the run fit, in the order of trial. `less_kept` compiles a program
+    for each rematerialisation that it tries, of `few` layers and of twice as many."""
     config = run.config
 
     @functools.cache

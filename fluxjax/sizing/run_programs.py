@@ -154,8 +154,8 @@ class RunShapes:
         return -(-engine_count(self.config, self.devices) * self.config.parallelism.degree // len(self.devices))
 
     def servers(self, usable: float) -> float:
-        """Returns the bytes of a device that colocated servers have while they are awake, out of `usable` bytes; 0
-        without such servers."""
+        """Returns the bytes of a device that awake colocated servers have, out of `usable` bytes; 0 without colocated
+        servers."""
         servers = self.config.servers
         if self.engines_a_device or not servers.colocated:
             return 0.0

@@ -2,8 +2,8 @@
 
 FFmpeg decodes a cut-off file as a shorter video and reports no error. An incomplete last packet, or the damaged frames
 that follow from it, show the cut in every format. Matroska, FLV and IVF files declare their length; transport streams
-consist of packets of one size. Other formats declare no length, or as AVI often a wrong length. Their files look
-complete if they were cut between two packets.
+consist of packets of one size. Transport, program and bare streams declare no length, AVI files often a wrong length.
+Files of these formats look complete if they were cut between two packets.
 
 A decoder that begins in the middle of a stream must give the same frames as a decoder that began at the stream's start.
 A packet that the container marks as a key frame may give other frames, for three reasons. The mark may be wrong. A
@@ -27,8 +27,9 @@ from av.video.stream import VideoStream
 from .media_file import MediaError, OpenFile
 from .settings import DecodeLimits
 
-# FFmpeg's names of the formats that hold a video's own frames, with animated GIFs. The list leaves out playlists,
-# scripts and session descriptions (hls, dash, concat, sdp, ...), which name other files or hosts, and single pictures.
+# FFmpeg's names of the formats that hold a video's own frames. Animated GIFs count as videos. The list leaves out
+# playlists, scripts and session descriptions (hls, dash, concat, sdp, ...), which name other files or hosts, and single
+# pictures.
 FORMATS = (
     *("asf", "avi", "flv", "gif", "ivf", "matroska", "mov", "mpeg", "mpegts", "mxf", "ogg"),
     *("h264", "hevc", "m4v", "mpegvideo"),  # bare streams
@@ -48,7 +49,7 @@ TS_PACKET, TS_SYNC = 188, b"G"  # bytes of a transport stream's packet, and the 
 START = b"\0\0\1"  # start of a unit of a bytestream
 SEQUENCE, PICTURE = b"\0\0\1\xb3", b"\0\0\1\0"  # start codes of MPEG-1 and -2
 INTRA = 1  # MPEG's type of a picture that depends on no other
-# FFmpeg decodes direct prediction of x264 builds up to 33, and 4:4:4 of builds up to 151, as these builds meant it.
+# FFmpeg decodes direct prediction of x264 builds up to 33, and 4:4:4 of builds up to 151, in the way of these builds.
 # FFmpeg reads the build from a note in the first frame, which a decoder that begins later doesn't see.
 X264 = re.compile(rb"x264 - core (\d+)")
 X264_DIRECT, X264_444 = 33, 151
@@ -250,7 +251,7 @@ def _vp8(data: bytes) -> bool:
 
 
 def _vp9(data: bytes) -> bool:
-    """Says whether a packet holds a key frame. Packets that only show an earlier frame don't."""
+    """Says whether a packet holds a key frame. Other packets may only show an earlier frame."""
     head = data[0] << 1 if data[0] >> 4 == 0b1011 else data[0]  # profile 3 has one more bit before these bits
     return data[0] >> 6 == 0b10 and head >> 2 & 0b11 == 0
 

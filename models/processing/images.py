@@ -1,8 +1,8 @@
 """Reads the pixels of image files, or only their sizes; computes the sizes that images and frames are resized to.
 
 Files with zeros in the place of their picture, as unfinished downloads and bad disks leave them, are refused. Decoders
-report no error and make pixels of some colour of the zeros. Only JPEG, WebP and AVIF files are searched for zeros.
-Other formats have checksums, or store pixels uncompressed, where zeros are black.
+turn the zeros into pixels of some colour, and report no error. Only JPEG, WebP and AVIF files are searched for zeros.
+Formats with checksums need no search, and zeros are black where pixels are stored uncompressed.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ SHARE = 8
 def open_image(source: Source, limits: DecodeLimits) -> Iterator[tuple[Image.Image, OpenFile]]:
     """Yields the image in a file, with only its header read, and the open file. Raises MediaError, also for an image of
     more pixels than `limits` or Pillow's own bound (`PIL.Image.MAX_IMAGE_PIXELS`) allow, and for any error inside the
-    `with` block but MemoryError."""
+    `with` block except MemoryError."""
     name = source_name(source)
     with opened(source) as content:
         try:
@@ -55,7 +55,7 @@ def open_image(source: Source, limits: DecodeLimits) -> Iterator[tuple[Image.Ima
             raise MediaError(name, f"too many pixels: {error} (PIL.Image.MAX_IMAGE_PIXELS)") from None
         except (MediaError, MemoryError):
             raise
-        except Exception as error:  # Pillow's decoders raise whatever their format suggests
+        except Exception as error:  # Pillow's decoders raise errors of many types
             raise MediaError(name, f"cannot be decoded as an image: {error}") from error
 
 
@@ -190,8 +190,8 @@ def smart_resize(
     height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: int = 1, patch: int = 1
 ) -> tuple[int, int]:
     """Height and width as multiples of `factor`, the area within bounds, the aspect ratio nearly unchanged. The bounds
-    hold for the area of all `frames` frames together; their number is rounded to a multiple of `patch`. Rounds exactly
-    like the published processors. Raises ValueError for an aspect ratio above 200."""
+    hold for the area of all `frames` frames together; the number of frames is rounded to a multiple of `patch`. Rounds
+    exactly like the published processors. Raises ValueError for an aspect ratio above 200."""
     aspect = max(height, width) / min(height, width)
     if aspect > MAX_ASPECT:
         raise ValueError(f"the aspect ratio of {width} x {height} pixels is above {MAX_ASPECT}")
@@ -219,7 +219,7 @@ def target_size(
 
 
 def resized(image: Image.Image, height: int, width: int, resample: int) -> np.ndarray:
-    """The pixels `[height, width, 3]` (uint8) of the image at that size."""
+    """The pixels `[height, width, 3]` (uint8) of the image, resized to that height and width."""
     if image.size == (width, height):
         return np.asarray(image)
     return np.asarray(image.resize((width, height), Image.Resampling(resample)))

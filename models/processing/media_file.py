@@ -43,8 +43,8 @@ class PromptError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The facts of an image or a video. Sides are those of the upright picture, in pixels. `seconds` is None if nothing
-    tells how long a video lasts. `counted` is False if `frames` and `seconds` are from a header."""
+    """The facts of an image or a video. Width and height are of the upright picture, in pixels. `seconds` is None if
+    nothing tells how long a video lasts. `counted` is False if `frames` and `seconds` are from a header."""
 
     width: int
     height: int

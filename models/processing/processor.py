@@ -57,7 +57,7 @@ class PromptOutline:
 
     token_ids: np.ndarray  # int32, placeholders not repeated
     media: tuple[Medium, ...]
-    merge_size: int  # patches a side of the square that becomes one token
+    merge_size: int  # patches along a side of the square that becomes one token
     certain: bool = True
 
     def __len__(self) -> int:
@@ -268,7 +268,7 @@ class Processor:
         return self.outline_of(token_ids, [medium for medium, _ in found], certain=all(sure for _, sure in found))
 
     def outline_of(self, token_ids: Sequence[int], media: Sequence[Medium], *, certain: bool = True) -> PromptOutline:
-        """The outline of these ids and media. Raises PromptError if they don't fit together."""
+        """The outline of these ids and media. Raises PromptError if ids and media don't fit together."""
         ids = np.array(token_ids, np.int32)
         self._check_placeholders(ids, [medium.kind for medium in media])
         if any(medium.times for medium in media):

@@ -20,7 +20,7 @@ BICUBIC = 3  # a member of `PIL.Image.Resampling`; videos have no other resampli
 @dataclasses.dataclass(frozen=True)
 class PixelSettings:
     """Resizing and normalisation. `min_pixels` and `max_pixels` bound the area of one frame. For videos of a timed
-    layout (`PatchLayout.timed`) they bound the area of all frames together."""
+    layout (`PatchLayout.timed`), both bound the area of all frames together."""
 
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
@@ -39,10 +39,9 @@ class PixelSettings:
 
 @dataclasses.dataclass(frozen=True)
 class FrameSettings:
-    """The choice of a video's frames: `num_frames` spread evenly, or `fps` a second, or all if both are 0.
-    `max_video_tokens` > 0 caps the pixels of a frame, so that all frames of a video have at most 90 % of the pixels of
-    `max_video_tokens` tokens. In a timed layout (`PatchLayout.timed`), each frame has at most the pixels of
-    `max_video_tokens` tokens."""
+    """The choice of a video's frames: `num_frames` spread evenly, else `fps` a second, else all. `max_video_tokens` > 0
+    caps the pixels of a frame, so that all frames of a video have at most 90 % of the pixels of `max_video_tokens`
+    tokens. In a timed layout (`PatchLayout.timed`), each frame has at most the pixels of `max_video_tokens` tokens."""
 
     num_frames: int = 0
     fps: float | int = 2

@@ -15,14 +15,14 @@ from .settings import FrameSettings, PixelSettings
 
 END = "<|endoftext|>"
 TIMES = "<0123456789. seconds>"  # characters of the times of frame pairs
-# The tokens stand in the order of Qwen's vocabularies. `END` has id 0. It pads rows, and ends an answer.
+# The tokens stand in the order of Qwen's vocabularies. `END`, with id 0, pads rows and ends an answer.
 SPECIAL_TOKENS = (END, "<|im_start|>", "<|im_end|>", *MEDIA_TOKENS)
 
 
 def build_tokenizer(texts: Iterable[str], words: Sequence[str] = (), *, marks: bool = True) -> Tokenizer:
     """A tokenizer with a token for every character of `texts` and `words`, and for each of `words` as a complete word.
-    Ids depend on the sets of characters and words only, not on their order. Media marks in the texts are skipped, or
-    treated as text with `marks=False`. The tokenizer raises an error for an unknown character."""
+    The order of texts and words does not change ids. Media marks in the texts are skipped, or treated as text with
+    `marks=False`. The tokenizer raises an error for an unknown character."""
     characters = sorted(set("".join(MARK.sub("", text) if marks else text for text in texts)) | set("".join(words)))
     whole = sorted(set(words) - set(characters))
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *characters, *whole))}

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def read_settings(folder: pathlib.Path) -> JsonObject:
-    """The settings of tokenizer_config.json. Settings without `added_tokens_decoder` get those of two older files."""
+    """The settings of tokenizer_config.json. If `added_tokens_decoder` is missing, settings of two older files are
+    added."""
     settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
         settings |= read_json(folder / "special_tokens_map.json")
@@ -99,7 +100,7 @@ def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, GenerationTag]
     )
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's escapes HTML
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's filter escapes HTML
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment

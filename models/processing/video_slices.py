@@ -1,11 +1,11 @@
 """Decodes some of a video's sampled frames, beginning at the nearest entry point before them.
 
 Frames are identified by their times. All packets are read first, without decoding. Their sorted times are the frames'
-times, as a complete decoding has shown (`Medium.seekable`). Then the packets from an entry point on (`EntryPoints`)
-go to a decoder, until the last requested frame is there. Each packet must equal the packet that was read before, and
-each frame must have the next time of the list. A decoding from the start would then give the same frames. If a packet
-or frame differs after seeking, the packets are read without seeking. If one differs again, `slice` returns None, and
-the caller decodes the complete file.
+times, as a complete decoding has shown (`Medium.seekable`). Then the packets from an entry point on (`EntryPoints`) go
+to a decoder, until the last requested frame is there. Each packet must equal the packet that was read before, and each
+frame must have the next time of the list. A decoding from the start would then give the same frames. If a packet or
+frame differs after seeking, the packets are read without seeking. If a packet or frame differs again, `slice` returns
+None, and the caller decodes the complete file.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class VideoSlicer(VideoReader):
         return notes
 
     def _indices(self, stream: VideoStream, times: list[int], durations: list[int]) -> np.ndarray:
-        """The indices of the sampled frames. Raises _Unexpected if they don't fit the medium."""
+        """The indices of the sampled frames. Raises _Unexpected if the indices don't fit the medium."""
         seconds = duration_of(times, durations, stream.time_base, stream)
         patch = self.layout.temporal_patch_size
         try:

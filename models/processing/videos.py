@@ -37,9 +37,9 @@ def sample_indices(
     total: int, seconds: float | None, frames: FrameSettings, temporal_patch: int, *, timed: bool = False
 ) -> np.ndarray:
     """Indices of the frames to sample among `total` frames of `seconds`, spread as in `Qwen2VLVideoProcessor`. With
-    `timed` they are spread as in `Qwen3VLVideoProcessor`, which also samples the last frame, and any number of frames.
-    Raises ValueError if `total` is 0, and if `frames` has more frames than `total`, or a rate while `seconds` is
-    None."""
+    `timed`, frames are spread as in `Qwen3VLVideoProcessor`, which also samples the last frame, and allows any number
+    of frames. Raises ValueError if `total` is 0, and if `frames` has more frames than `total`, or a rate while
+    `seconds` is None."""
     if total < 1:
         raise ValueError("has no frames")
     if frames.num_frames and timed:
@@ -276,9 +276,9 @@ def _sorted(times: Sequence[int | None]) -> Sequence[int | None]:
 def span(
     times: Sequence[int | None], durations: Sequence[int], base: fractions.Fraction | None, at_rate: float | None
 ) -> float | None:
-    """The seconds from the first frame's start to the last frame's end; None if they are unknown. Timestamps count if
-    they are complete and increasing, else the frames' own durations, else the header's rate (`at_rate`). A bare stream
-    has durations from its parameter sets, and its rate is the demuxer's guess."""
+    """The seconds from the first frame's start to the last frame's end; None if the seconds are unknown. Timestamps
+    count if they are complete and increasing, else the frames' own durations, else the header's rate (`at_rate`). A
+    bare stream has durations from its parameter sets, and its rate is the demuxer's guess."""
     if base and increasing(times):
         known = [time for time in times if time is not None]
         ticks = known[-1] - known[0]
@@ -324,7 +324,7 @@ def _count(
     container: InputContainer, stream: VideoStream, begin: int | None, name: str, limits: DecodeLimits
 ) -> tuple[int, float | None]:
     """Returns (number of frames, their duration in seconds), by the packets of the stream. Frames before the tick
-    `begin` do not count: they refer to frames that a recording may lack."""
+    `begin` do not count, since these refer to frames that a recording may lack."""
     shown: list[tuple[int | None, int]] = []  # time and duration in ticks
     for packet in container.demux(stream):
         if is_shown(packet, stream.codec.canonical_name):

@@ -102,7 +102,7 @@ class Links:
         self.barrier("links")
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
-        """Offers `arrays` under `key`; one peer fetches them, once. Each array is on one local device and may still be
+        """Offers `arrays` under `key` for one fetch by one peer. Each array is on one local device and may still be
         computing. Raises ValueError for an empty array, for which the transfer engine would wait for ever. Does not
         wait. A key is 0 to 2**63 and used once in the life of this process. The arrays are held until they have been
         fetched; donating or deleting an array earlier breaks the fetch."""
@@ -318,8 +318,8 @@ class Links:
 
 def _arrive(arrays: Sequence[jax.Array], hopeless: Callable[[], bool]) -> bool:
     """Returns True once all `arrays` are fetched or computed, False soon after `hopeless()`: JAX's own wait for a
-    hanging peer never ends. Raises the error of the program or the transfer that should have filled them. JAX's wait
-    runs in a thread that can't be stopped. If the arrays never arrive, the thread waits until the process ends."""
+    hanging peer never ends. Raises the error of the program or the transfer that should have filled the arrays. JAX's
+    wait runs in a thread that can't be stopped. If the arrays never arrive, the thread waits until the process ends."""
     done, errors = threading.Event(), list[Exception]()
 
     def wait() -> None:
@@ -344,8 +344,8 @@ _ending = threading.Lock()
 def leave(error: BaseException, links: Links | None = None, code: int = 1) -> NoReturn:
     """Reports `error` to the peers, and ends this process with one line on standard error and exit status `code`. The
     process ends at once and without Python's exit handlers, so files must be written before. JAX's shutdown, one of the
-    handlers, waits for dead processes until the heartbeat time-out (100 s), and aborts. Also, a thread that waits
-    within JAX for arrays that never arrive aborts an interpreter that is about to end."""
+    handlers, waits for dead processes until the heartbeat time-out (100 s), and aborts. A thread that waits within JAX
+    for arrays that never arrive aborts an interpreter that is about to end."""
     error = error if links is None else links.explain(error)
     line = str(error) if isinstance(error, LinkError) else f"{type(error).__name__}: {error}"
     if links is not None:

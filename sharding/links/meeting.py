@@ -245,7 +245,7 @@ def _relay_to(near: socket.socket, target: tuple[str, int]) -> None:
 
 
 def _forward(source: socket.socket, target: socket.socket, close: bool) -> None:
-    """Forwards until either side ends. Then ends sending to `target` if `close` (see the module's docstring)."""
+    """Forwards until either side ends. With `close`, then ends sending to `target` (see the module's docstring)."""
     with contextlib.suppress(OSError):
         while piece := source.recv(_PIECE):
             target.sendall(piece)

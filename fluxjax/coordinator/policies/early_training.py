@@ -3,10 +3,10 @@
 The stream trainer computes gradients of complete groups while other responses are generated (Flexes, section 4.4).
 
 Engines run out of work towards the end of a round. At milestones of the round, the helper projects whether the caches
-of half of the engines can hold all running responses. If they can, the other half is lent to training until the round
-is over. The responses on lent engines continue on other engines: their tokens stay, their cache is computed again. The
-devices of the lent engines then compute the gradients of complete groups, a few groups at a time. The update waits for
-the end of the round, so that the trained tokens are no older than without this helper.
+of half of the engines can hold all running responses. If the caches suffice, the other engines are lent to training
+until the round is over. The responses on lent engines continue on other engines: their tokens stay, their cache is
+computed again. The devices of the lent engines then compute the gradients of complete groups, a few groups at a time.
+The update waits for the end of the round, so that the trained tokens are no older than without this helper.
 
 Speculative sync begins to train before a batch is complete, if the batch is predicted to be complete in time.
 
@@ -77,7 +77,8 @@ class StreamTrainer:
 
 def projected_tokens(coordinator: Coordinator) -> float:
     """Predicts the tokens in all caches when all running responses have their predicted lengths. Responses of a group
-    begin together and grow at the same pace: a running response is at least as long as the group's ended responses."""
+    begin together and grow at the same pace, so that a running response is at least as long as the group's ended
+    responses."""
     total, reserved = 0.0, coordinator.settings.kv_reserved
     for entry in coordinator.ledger.at(PromptStage.RUNNING):
         tokens = entry.prompt.tokens + coordinator.lengths.predict(entry.prompt, running=entry.longest)

@@ -206,8 +206,8 @@ def generate(
     avoid: int = -1,
 ) -> Sequence[messages.Instruction]:
     """Returns the instruction to generate each entry on the engine of `engines` (empty: of all) that is not lent and
-    has the least predicted work. Engine `avoid` gets entries only if no other engine can take them. Entries with
-    `keep(entry)` continue their begun responses, with as many responses as before."""
+    has the least predicted work. Engine `avoid` gets entries only if all other engines are lent or not among `engines`.
+    Entries with `keep(entry)` continue their begun responses, with as many responses as before."""
     fleet = coordinator.fleet
     loads, requests = list(fleet.load), []
     for entry in entries:

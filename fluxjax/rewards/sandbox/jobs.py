@@ -224,7 +224,7 @@ class Process:
 
 
 async def _converse(asking: Command, answering: Command) -> tuple[Outcome, Outcome]:
-    """Runs two processes, the output of each the input of the other; both are ended when the asking process ends."""
+    """Runs two processes, each with the other's output as its input. Both are ended when the asking process ends."""
     (hear, answer), (listen, ask) = os.pipe(), os.pipe()
     async with contextlib.AsyncExitStack() as stack:
         with contextlib.ExitStack() as ends:  # closes this process's copies: else no job would see an end of file
@@ -313,7 +313,7 @@ class ProcessSandbox(abc.ABC):
 
 
 class BareSubprocess(ProcessSandbox):
-    """Runs jobs with the rights of this process: they read and write its files, use its network and may outlive it.
+    """Runs jobs with the rights of this process: jobs can read and write its files, use its network and outlive it.
     Time, output and resident memory are bounded; with prlimit also address space, CPU time, file size and open files.
     The number of processes is not bounded."""
 

@@ -74,7 +74,7 @@ class GivenPatches(QwenVLImageProcessor):
         if not kind:
             return {**given, "image_grid_thw": grids}
         # Every frame pair is passed as a video of its own: SGLang's layers of full attention join the frame pairs of
-        # one video, but the model's authors and transformers keep them apart.
+        # one video, but the model's authors and transformers keep frame pairs apart.
         frames = grids.repeat_interleave(grids[:, 0], dim=0)
         frames[:, 0] = 1
         times = given["mrope_positions"][0, given["offsets"][:, 0]]
