@@ -36,8 +36,7 @@ class GatedDeltaNet(nnx.Module):
         self.b = weight(rngs, WeightSpec((D, V), ("D", "N"), init, inputs=1), stack)
         self.a = weight(rngs, WeightSpec((D, V), ("D", "N"), init, inputs=1), stack)
         self.conv = weight(rngs, WeightSpec((X, 4), ("X", "S"), init), stack)
-        # Decays of 0.6 to 0.999 a token, as in trained models. With transformers' initial values a state would vanish
-        # at once.
+        # Decays of 0.6 to 0.999 a token, as in trained models. transformers' initial values let a state vanish at once.
         self.decay_log = weight(rngs, WeightSpec((V,), ("N",), Between(0.0, math.log(16))), stack)  # A_log on disk
         self.decay_bias = weight(rngs, WeightSpec((V,), ("N",), Between(-7.0, -3.5)), stack)  # dt_bias on disk
         self.norm = RMSNorm(J, eps, rngs, stack, axis="H")

@@ -3,9 +3,9 @@
     python -m models.parity --model DIR [--text TEXT] [--image FILE ...] [--video FILE ...] [--tolerance X]
 
 The parts, in order: template or token ids, patches of images (not of videos, which need torchvision in transformers),
-positions by axis, embeddings, features of the tower, each decoder layer, final norm, logits, log-probs. A prompt of
-text is compared first, then a prompt with media if the model reads media; all parts up to positions are compared first,
-for both prompts. Ids and positions must be equal. Other parts differ if their largest difference is above the
+positions by axis, embeddings, features of the tower, each decoder layer, final norm, logits, log-probs. Parts up to
+positions are compared of a text prompt, then of a media prompt if the model reads media. The further parts follow in
+the same order of prompts. Ids and positions must be equal. Other parts differ if their largest difference is above the
 tolerance; except for log-probs, the tolerance is multiplied by the part's largest magnitude if this is above 1. The
 first difference that is not a known one ends the comparison with exit status 1. Wrong input, or a missing torch or
 transformers, ends the comparison with one line on stderr and exit status 2.

@@ -272,8 +272,7 @@ class Config(Section):
     servers: ServersConfig = dataclasses.field(default_factory=ServersConfig)
     weights: WeightsConfig = dataclasses.field(default_factory=WeightsConfig)
     policy: Policy = choice(SynchronousConfig, TailBatchingConfig, AprilConfig, AdaptiveAsyncConfig)  # noqa: RUF009
-    # Devices of half of the engines compute gradients of complete groups while the other engines generate (Flexes,
-    # 4.4).
+    # Devices of half of the engines compute gradients of complete groups while other engines generate (Flexes, 4.4).
     stream_trainer: bool = False
     # Training of a step begins early if its incomplete groups are predicted to end while gradients of complete groups
     # are computed (Flux, insight 2). The value is the least confidence of the prediction. 0: training waits for all

@@ -27,8 +27,7 @@ _WORD = re.compile(r"[^\W\d_]+")
 _DIGIT = re.compile(r"\d")
 _MARK = re.compile(r"[\\^_={}()\[\]+*/<>$|-]")
 _SOLVE_EVERY = 32  # responses between two solutions; fewer at first, more after thousands of responses
-# The number of later responses after which a response has lost most of its weight, so that the model follows the
-# policy.
+# The number of later responses after which a response has lost most of its weight. The model thus follows the policy.
 _MEMORY = 16_384
 _TYPICAL = math.log(256)  # ln(tokens) of a response, before any observation
 _VARIANCE = 0.6  # variance of ln(length), between prompts and again within a prompt, before any observation
