@@ -35,8 +35,8 @@ else:
 class VisionInput:
     """Patches of any number of images and videos, packed into one axis, **in window order**.
 
-    `merge_unit` (U) patches in a row become one merged feature: feature `m` comes from the patches `m * U` to `m * U +
-    U - 1`. Features are ordered by frame pair, then by window. Both attention patterns of the tower are therefore
+    `merge_unit` (U) consecutive patches become one merged feature: feature `m` comes from the patches `m * U` to `m * U
+    + U - 1`. Features are ordered by frame pair, then by window. Both attention patterns of the tower are therefore
     contiguous runs.
 
     No frame pair has more than `frame_bound` patches, so that attention skips patches further apart. The bound is part

@@ -4,7 +4,7 @@
 
 The parts, in order: template or token ids, patches of images (not of videos, which need torchvision in transformers),
 positions by axis, embeddings, features of the tower, each decoder layer, final norm, logits, log-probs. Parts up to
-positions are compared of a text prompt, then of a media prompt if the model reads media. The further parts follow in
+positions are compared for a text prompt, then for a media prompt if the model reads media. The further parts follow in
 the same order of prompts. Ids and positions must be equal. Other parts differ if their largest difference is above the
 tolerance; except for log-probs, the tolerance is multiplied by the part's largest magnitude if this is above 1. The
 first difference that is not a known one ends the comparison with exit status 1. Wrong input, or a missing torch or

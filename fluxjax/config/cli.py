@@ -196,7 +196,7 @@ def parse(argv: Sequence[str], doc: str, kind: type[C] = Config, default: str = 
 
 
 def load(argv: Sequence[str], kind: type[C] = Config, default: str = DEFAULT_CONFIG) -> C:
-    """Returns what `parse` returns, but raises `ConfigError` instead of exiting."""
+    """Returns what `parse` returns. Raises `ConfigError` instead of exiting."""
     selected, overrides = default, []
     for arg in argv:
         name, equals, value = arg.removeprefix("-").removeprefix("-").partition("=")

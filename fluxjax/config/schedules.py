@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError
 
-if TYPE_CHECKING:  # the types of groups import JAX, which a check of the command line must not
+if TYPE_CHECKING:  # the types of groups import JAX, which is too slow for `--help`
     from ..base.types import Group, Prompt
     from . import Config
 
@@ -239,7 +239,7 @@ def parse(
 ) -> RunSchedule:
     """Returns the schedule that `text`, the value of `field`, describes in the form of the module's docstring. Raises
     `ConfigError`, naming the field and what is allowed, for a text that is no schedule, and for values outside of [low,
-    high]. Unless `per_prompt`, schedules that differ between sources or prompts are refused, too."""
+    high]. Without `per_prompt`, raises it also for schedules that differ between sources or prompts."""
     parts = [part.strip() for part in text.split(";") if part.strip()]
     try:
         if ":" not in text and len(parts) != 1:

@@ -110,5 +110,5 @@ def _solvable(equation: sympy.Eq) -> bool:
         return True
 
 
-# A process's first comparison builds tables for most of a second, here before answers are timed.
+# The first comparison of a process builds tables for most of a second. This call builds them before answers are timed.
 equal({"reference": r"x = \frac{1}{2}", "given": r"2x = 1", "strict": True})

@@ -20,7 +20,7 @@ class MediaError(ValueError):
 
     def __init__(self, path: str, reason: str) -> None:
         name = path if len(path) < 1000 else f"{path[:60]}... ({len(path)} characters)"  # data URLs are long
-        super().__init__(f"{name}: {reason}".encode(errors="backslashreplace").decode())  # so that it can be printed
+        super().__init__(f"{name}: {reason}".encode(errors="backslashreplace").decode())  # always printable
         self.path = path
         self.reason = reason
 
