@@ -2,11 +2,11 @@
 
     python -m fluxjax.launch --processes 2 -- --config=configs/vlm.py --config.run_dir=runs/two
 
-Arguments behind `--` go to `python -m fluxjax.train`. Process 0 writes here; the others to RUN.process-1.log and so
-on, beside the run's folder. When a process is killed, fails or freezes, all processes end, and a new attempt goes on
-from the newest checkpoint. At most --restarts new attempts in a row begin without a newer checkpoint. An error that
-only you can mend (a setting, a file) ends the run. On clusters, start `fluxjax.train` itself, with
-`--config.distributed.*`; a run that the scheduler starts again (deploy/) goes on from its newest checkpoint.
+Arguments behind `--` go to `python -m fluxjax.train`. Process 0 writes here, process N to RUN.process-N.log beside the
+run's folder. When a process is killed, fails or freezes, all processes end, and a new attempt goes on from the newest
+checkpoint. At most --restarts new attempts in a row begin without a newer checkpoint. An error that only you can mend
+(a setting, a file) ends the run. On clusters, start `fluxjax.train` itself, with `--config.distributed.*`; a run that
+the scheduler starts again (deploy/) goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -124,7 +124,6 @@ class Supervisor:
             return self._run.wait()
 
     def _log(self, process: int) -> pathlib.Path:
-        """Returns the log file of a process other than process 0, and makes its folder."""
         file = self._folder.with_name(f"{self._folder.name}.process-{process}.log")
         file.parent.mkdir(parents=True, exist_ok=True)
         return file
@@ -201,7 +200,6 @@ class Processes:
         return Failure(ended, frozen) if ended else None
 
     def _note(self, ended: dict[int, int]) -> None:
-        """Adds the processes that have failed since the last look."""
         for process, child in enumerate(self._children):
             if child.poll() and process not in ended:
                 ended[process] = child.returncode

@@ -6,7 +6,7 @@
 
 Compiles the largest shape of each program (gradients of a microbatch, update, log-probs, prefill, decode) for GPUs
 that are only described: no weights, data or GPU are needed. Prints memory a device by kind, all collectives and those
-that nothing hides, host memory for loading, the longest row that fits, and settings that would fit if these do not.
+that nothing hides, host memory for loading, the longest row that fits, and settings that fit if the given ones do not.
 
   --topology HOSTSxDEVICESxKIND   the devices, such as 1x8xh100; kinds are those in fluxjax/sizing/targets
   --layers N                      compile N and 2N decoder layers only, and extrapolate: quicker for deep models

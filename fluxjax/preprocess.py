@@ -1,12 +1,12 @@
-"""Decodes media for the processes of a run, and hands out slices of them over Arrow Flight.
+"""Decodes media for the processes of a run, and hands out slices of the media over Arrow Flight.
 
     python -m fluxjax.preprocess
     python -m fluxjax.preprocess --listen 10.0.0.7:7070 --workers 32 --cache-gib 64
 
 A run starts its own preprocessors (`data.preprocessors`). A preprocessor that is ready prints one line of JSON,
-{"address": "HOST:PORT", "protocol": 2}. It must see the media files under the names that the run uses. SIGTERM and
-SIGINT end it. To listen on other than loopback addresses, it needs a token in the variable FLUXJAX_TOKEN; the run must
-have the same token. Wrong input is one line on stderr and exit status 2.
+{"address": "HOST:PORT", "protocol": 2}. The preprocessor must see the media files under the names that the run uses.
+SIGTERM and SIGINT end it. To listen on other than loopback addresses, a preprocessor needs a token in the variable
+FLUXJAX_TOKEN; the run must have the same token. Wrong input ends the command with one line on stderr and exit status 2.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Models in Flax NNX behind one small interface. Importing this package is light: JAX loads at the first use of a name.
+"""Models in Flax NNX behind one small interface. The first use of a name of this package imports JAX.
 
 model = models.load(path)                       # a local Hugging Face checkpoint folder
 model = models.create(config, seed)             # random weights; `models.abstract(config)` has shapes only
-graphdef, params = models.split(model)          # once; `params` is a pure nested dict of arrays
+graphdef, params = models.split(model)          # `params` is a pure nested dict of arrays
 model = models.merge(graphdef, params)          # inside `jax.jit`
 models.save(model, path)
 """

@@ -1,7 +1,7 @@
 """The architectures as frozen dataclasses, read from and written to Hugging Face `config.json` dictionaries.
 
-Every field that changes a forward pass is a typed field here; a setting that this code cannot honour is refused
-when it is read, never ignored. Fields that only matter to other programs are kept in `extra` and written back.
+Every setting that changes a forward pass is a typed field here. Reading a setting that this code cannot honour raises
+ModelConfigError. Fields that only matter to other programs are kept in `extra` and written back.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NameLayout(enum.Enum):
 
 
 def _check_numbers(section: Any) -> None:
-    """Raises ModelConfigError, naming the field, for sizes and scales that no model has."""
+    """Raises ModelConfigError, naming the field, for a number of a wrong type or outside its range."""
     for field in dataclasses.fields(section):
         value, whole = getattr(section, field.name), field.type == "int"
         least = int(whole and not field.name.endswith("_id") and field.name != "window_size")
@@ -45,8 +45,8 @@ def _check_numbers(section: Any) -> None:
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding. `mrope_section` counts the frequencies of each position axis (time, height, width), and sums to
-    half of the rotated size; empty means one position axis. `linear` and `yarn` read `factor`. Only `yarn` reads the
-    fields from `original_max_positions` to `truncate`."""
+    half of the rotated size. An empty `mrope_section` means one position axis. `linear` and `yarn` read `factor`. Only
+    `yarn` reads the fields from `original_max_positions` to `truncate`."""
 
     theta: float = 10000.0
     mrope_section: tuple[int, ...] = ()
@@ -55,20 +55,18 @@ class RopeConfig:
     original_max_positions: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float | None = None  # None: computed from `factor` and, if both are given, the scales below
-    mscale: float = 0.0  # 0: the file gives none
+    attention_factor: float | None = None  # None: computed from `factor`, `mscale` and `mscale_all_dim`
+    mscale: float = 0.0  # 0: not in the file
     mscale_all_dim: float = 0.0
-    truncate: bool = True  # rounds the ends of the interpolated range to pairs of the head
-    interleaved: bool = False  # `mrope_section` is dealt to the axes in turn, not in blocks
+    truncate: bool = True  # rounds the ends of the range of interpolated frequencies to whole indices
+    interleaved: bool = False  # frequencies are dealt to the position axes in turn, not in blocks
 
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """The decoder: grouped-query attention, SwiGLU, RMS norms. Qwen2 has biases on q, k, v; Qwen3 has head norms.
-
-    With `delta` (Qwen3.5), attention is in every `attention_interval`-th layer only; all other layers are Gated
-    DeltaNet with these heads.
-    """
+    """The decoder: grouped-query attention, SwiGLU, RMS norms. Qwen2 has biases on q, k, v; Qwen3 has head norms. With
+    `delta` (Qwen3.5), only every `attention_interval`-th layer has attention. All other layers are Gated DeltaNet,
+    whose heads `delta` describes."""
 
     vocab_size: int
     hidden_size: int
@@ -80,8 +78,8 @@ class TextConfig:
     qkv_bias: bool = True
     o_bias: bool = False
     head_norm: bool = False  # an RMS norm of each query head and each key head, before the rotary embedding
-    output_gate: bool = False  # q is twice as wide: the sigmoid of its other half multiplies attention's output
-    rotated: float = 1.0  # share of a head's numbers that the rotary embedding rotates, from the first on
+    output_gate: bool = False  # each head of q has a second half, whose sigmoid multiplies the head's output
+    rotated: float = 1.0  # share of a head's numbers, from the first on, that the rotary embedding rotates
     zero_centred_norms: bool = False  # RMS norms multiply by one plus their scale
     delta: DeltaHeads | None = None
     attention_interval: int = 1
@@ -131,11 +129,11 @@ class TextConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PatchLayout:
-    """The sizes of patches, merge blocks and windows: the part of a `VisionConfig` that preprocessing needs."""
+    """The sizes of patches, merge blocks and windows, which preprocessing needs."""
 
     patch_size: int = 14  # pixels
     temporal_patch_size: int = 2  # frames
-    spatial_merge_size: int = 2  # patches a side of a merge block
+    spatial_merge_size: int = 2  # patches along a side of a merge block
     window_size: int = 112  # pixels; 0: no windows
     tokens_per_second: float | int = 4  # ticks of the rotary time axis in a second
 
@@ -145,9 +143,8 @@ class PatchLayout:
 
     @property
     def timed(self) -> bool:
-        """Says whether the features of each frame pair of a video stand apart in the text, behind the pair's time in
-        seconds. They do in models whose tower has no windows (Qwen3-VL); in other models a video is one run of
-        features."""
+        """Says whether the text has the time in seconds before the features of each frame pair of a video. Qwen3-VL
+        reads these times; Qwen2.5-VL, whose tower has windows, reads a video as one run of features."""
         return self.window_size == 0
 
     @property
@@ -189,7 +186,7 @@ class VisionConfig(PatchLayout):
 
     @property
     def feature_width(self) -> int:
-        """Numbers of a merged feature that the decoder reads."""
+        """The size of a merged feature, as the decoder reads it."""
         return self.out_hidden_size
 
     @property
@@ -198,7 +195,7 @@ class VisionConfig(PatchLayout):
 
     @property
     def patch_values(self) -> int:
-        """Values of one flattened patch (`X`): channels, frames, rows, columns, slowest first."""
+        """The number of values of a flattened patch (`X`), ordered by channel, frame, row and column."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
@@ -208,12 +205,12 @@ class VisionConfig(PatchLayout):
 
     @property
     def merge_unit(self) -> int:
-        """Patches that become one feature."""
+        """The number of patches that become one feature."""
         return self.spatial_merge_size**2
 
     @property
     def window_patches(self) -> int:
-        """The most patches that one attention window holds."""
+        """The most patches of an attention window."""
         return (self.window_size // self.patch_size) ** 2
 
 
@@ -254,13 +251,13 @@ class DecoderConfig:
     architecture: str  # a key of `models.registry.ARCHITECTURES`
     text: TextConfig
     vision: VisionConfig | None = None
-    image_token_id: int = 151655  # this id and the next three matter for models with a tower only
+    image_token_id: int = 151655  # only models with a tower read this id and the next three
     video_token_id: int = 151656
     vision_start_token_id: int = 151652
     vision_end_token_id: int = 151653
     names: NameLayout = NameLayout.FLAT  # layout of the weights' names in the checkpoint
     extra: str = dataclasses.field(default="{}", compare=False, repr=False)  # text of the config.json that was read
-    # Tensors of the checkpoint, by name, that no model here reads; exports write them back, bit for bit.
+    # Tensors of the checkpoint, by name, that no model here reads. Exports write these tensors back, bit for bit.
     carried: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -273,5 +270,5 @@ class DecoderConfig:
 
     @property
     def feature_width(self) -> int:
-        """Numbers of a merged vision feature that the decoder reads; without a tower, the decoder's width."""
+        """The size of a merged vision feature, as the decoder reads it; the decoder's width if there is no tower."""
         return self.text.hidden_size if self.vision is None else self.vision.feature_width

@@ -19,16 +19,14 @@ from .registry import ARCHITECTURES
 
 
 def abstract(config: DecoderConfig) -> Decoder:
-    """The model with shapes (`jax.ShapeDtypeStruct`) for weights. Allocates nothing, whatever the model's size."""
+    """The model with shapes (`jax.ShapeDtypeStruct`) for weights. Allocates no weights."""
     return nnx.eval_shape(lambda: ARCHITECTURES[config.architecture].model(config, nnx.Rngs(0)))
 
 
 def create(config: DecoderConfig, seed: int = 0, shardings: Callable[[Decoder], Params] | None = None) -> Decoder:
-    """The model with random weights, reproducible from `seed`.
-
-    Weights are sampled on the host, each by a generator of its own (`seed` and the weight's path). So the values depend
-    on no other weight, no device and no compiler. `shardings`: see `models.load`.
-    """
+    """The model with random weights, reproducible from `seed`. Each weight is sampled on the host by a generator of its
+    own, seeded with `seed` and the weight's path. Its values depend on no other weight, no device and no compiler.
+    `shardings`: see `models.load`."""
     model = abstract(config)
     places = by_path((shardings or on_first_device)(model))
 

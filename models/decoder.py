@@ -4,8 +4,8 @@ The caller hands to each layer the functions that mix tokens (`Mix`): masked for
 The caller also chooses how to walk the stack (`sharding.walk`). The functions at the end of this file are the forward
 pass over packed rows: hidden states, log-probabilities of the packed tokens, all logits, and values.
 
-A critic is its policy's decoder with a head of a single row: the value of a state is that row times the normed hidden
-state, as a logit would be.
+A critic is the decoder of its policy with a head of a single row. The value of a state is the product of this row and
+the normed hidden state.
 """
 
 import dataclasses
@@ -45,11 +45,9 @@ Aux = TypeVar("Aux")  # second result of a mix: keys and values, or a state; Non
 
 @dataclasses.dataclass(frozen=True)
 class Mix(Generic[Aux]):
-    """The functions that mix tokens; a layer calls the function that it needs, and returns its second result.
-
-    `attention(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, aux)` gets rotated q and k. `delta(inputs) -> (out_BTVJ, aux)` gets
-    a `sharding.kernels.delta.DeltaInputs`; it is None for models without such layers.
-    """
+    """The functions that mix tokens. A layer calls the function that it needs, and returns the function's second
+    result. `attention(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, aux)` gets rotated q and k. `delta(inputs) -> (out_BTVJ,
+    aux)` gets a `sharding.kernels.delta.DeltaInputs`. `delta` is None for models without Gated DeltaNet."""
 
     attention: Callable[[Array, Array, Array], tuple[Array, Aux]]
     delta: Callable[[Any], tuple[Array, Aux]] | None = None
@@ -110,10 +108,8 @@ class DecoderLayer(nnx.Module):
 @dataclasses.dataclass(frozen=True)
 class DeepFeatures:
     """Features that are added to the hidden states behind the first layers, at the tokens of media (DeepStack).
-
-    Row `index_BT` of `features_MX` belongs to a token; a token with a negative index has no row. A row has the features
-    of the first layer, then those of the second, and so on.
-    """
+    `index_BT` is each token's row of `features_MX`; a negative index means that the token has no row. A row holds the
+    features of the first layer, then the features of the second layer, and so on."""
 
     features_MX: Float[Array, "M X"]
     index_BT: Int[Array, "B T"]
@@ -126,16 +122,13 @@ class DeepFeatures:
             rows_MD = jax.lax.dynamic_slice_in_dim(self.features_MX, layer * D, D, axis=1).astype(x_BTD.dtype)
             return x_BTD + jnp.where(self.index_BT[..., None] >= 0, rows_MD[jnp.maximum(self.index_BT, 0)], 0)
 
-        # A real branch: most layers add nothing.
+        # `cond` saves the addition behind most layers, which have no features.
         return jax.lax.cond(layer < self.features_MX.shape[1] // D, add, lambda x_BTD: x_BTD, x_BTD)
 
 
 class Decoder(nnx.Module):
-    """The model that a strategy or an engine walks: the text models, and the base of all other architectures.
-
-    Other architectures replace `embed`, `features` or `stack`. A model without `mrope_section` reads only row 0 of
-    `positions_3BT`.
-    """
+    """The text models, and the base class of all other architectures, which replace `embed`, `features` or `stack`. A
+    model without `mrope_section` reads only row 0 of `positions_3BT`."""
 
     config: DecoderConfig
 
@@ -151,7 +144,7 @@ class Decoder(nnx.Module):
 
     @property
     def stack(self) -> Stack:
-        """The layers in their order. A kind of layers has the name of the model's attribute."""
+        """The layers in their order. A kind of layer is named like the model's attribute that has its layers."""
         return Stack({"layers": self.layers}, ("layers",) * self.config.text.num_layers)
 
     def embed(
@@ -162,23 +155,20 @@ class Decoder(nnx.Module):
         vision: VisionInput | None = None,
         features_MX: Float[Array, "M X"] | None = None,
     ) -> tuple[Float[Array, "B T D"], DeepFeatures | None]:
-        """(token embeddings, features that layers add). A text model ignores `feature_index_BT`, and raises ValueError
-        for pixels and features."""
+        """Returns (token embeddings, features that layers add to the hidden states). A text model ignores
+        `feature_index_BT`, and raises ValueError for pixels and features."""
         if vision is not None or features_MX is not None:
             raise ValueError("this is a text model; it can't read images or videos")
         return walk.use(self.embedding)(tokens_BT), None
 
     def features(self, walk: Walk, vision: VisionInput) -> Float[Array, "M X"]:
-        """The merged vision features, which `embed` takes in the place of `vision`. A text model raises ValueError."""
+        """The merged vision features, which `embed` takes instead of `vision`. A text model raises ValueError."""
         raise ValueError("this is a text model; it can't read images or videos")
 
     def rotary(self, positions_3BT: Int[Array, "3 B T"]) -> Rotary:
         """(cosine, sine) `[B, T, R]` float32, from positions (time, height, width), for the R rotated numbers of a
-        head.
-
-        Frequencies are dealt to the position axes in sections (M-RoPE), or in turn until an axis has its share
-        (interleaved M-RoPE). A model without `mrope_section` has one section, of time.
-        """
+        head. Frequencies are dealt to the position axes in sections (M-RoPE), or in turn until an axis has its share
+        (interleaved M-RoPE). A model without `mrope_section` has one section, of time."""
         rope = self.config.text.rope
         frequencies, factor = rotary_frequencies(rope, self.rotary_dim)
         sections = rope.mrope_section or (len(frequencies),)
@@ -228,8 +218,8 @@ def parameter_count(model: nnx.Module) -> int:
 
 def packed_mix(inputs: PackedTokens, queries: jax.ShapeDtypeStruct, heads: DeltaHeads | None = None) -> Mix[None]:
     """The mix of packed rows, under the attention rules of `PackedTokens`. `queries` have the head size and the dtype
-    of all layers' queries; `heads` are the heads of layers with Gated DeltaNet, if any. For these layers, raises
-    ValueError if `inputs` is not spread and has no table of runs."""
+    of all layers' queries. `heads` are the heads of layers with Gated DeltaNet, if any. Raises ValueError for `heads`
+    with inputs that have neither `spread` nor `runs`."""
     if inputs.spread is not None:  # devices share sequences
         from sharding.spread.ulysses import spread_attention
 
@@ -273,7 +263,7 @@ def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Arr
 
 
 def logits(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T V"]:
-    """The next-token logits of every token, float32, all in memory at once: for tests and small models."""
+    """The next-token logits of every token, float32. All logits are in memory at once."""
     hidden = hidden_states(model, inputs, walk)
     return jnp.einsum("BTD,VD->BTV", hidden, model.head_weight(walk), preferred_element_type=jnp.float32)
 
@@ -313,7 +303,7 @@ def logprobs(
 
 
 def value_model(policy: Decoder) -> Decoder:
-    """The abstract critic of a policy, which may be abstract: the same decoder with a head of one row."""
+    """The abstract critic of `policy`: the same decoder with a head of one row. `policy` may be abstract."""
     critic = shapes_only(policy)
     width = critic.config.text.hidden_size
     critic.head = nnx.eval_shape(lambda: Embedding(1, width, 0.0, nnx.Rngs(0)))
@@ -328,13 +318,11 @@ def first_weights(policy: Params, critic: Params) -> Params:
 
 
 def values(critic: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T"]:
-    """The value, float32, of the state in which each token was chosen (the tokens before it).
-
-    If a token has no predecessor (the first of a segment, padding), the number is finite and meaningless.
-    """
+    """The value, float32, of the state in which each token was chosen (the tokens before it). If a token has no
+    predecessor (the first of a segment, padding), the number is finite and meaningless."""
     hidden = hidden_states(critic, inputs, walk)
     table = walk.use(critic.head).table[...]
-    behind = jnp.einsum("BTD,VD->BTV", hidden, table, preferred_element_type=jnp.float32)  # values behind tokens
+    behind = jnp.einsum("BTD,VD->BTV", hidden, table, preferred_element_type=jnp.float32)
     if inputs.spread is not None:
         behind = inputs.spread.with_exports(behind)
     predecessor = jnp.maximum(jnp.asarray(inputs.predecessor_BT), 0)

@@ -1,7 +1,8 @@
 """Gated DeltaNet, the layer of Qwen3.5 that mixes tokens by a state (Gated DeltaNet, arXiv:2412.06464).
 
-The layer projects tokens; its caller mixes them by a function `recur`. Training mixes packed rows by
-`sharding.kernels.delta.delta_rule`, decoding mixes one token a sequence by `delta_step` of that module.
+The layer projects tokens, and mixes the projections by a function `recur` that its caller hands in. Training mixes
+packed rows by `sharding.kernels.delta.delta_rule`. Decoding mixes one token a sequence by `delta_step` of the same
+module.
 """
 
 import math
@@ -35,14 +36,14 @@ class GatedDeltaNet(nnx.Module):
         self.b = weight(rngs, WeightSpec((D, V), ("D", "N"), init, inputs=1), stack)
         self.a = weight(rngs, WeightSpec((D, V), ("D", "N"), init, inputs=1), stack)
         self.conv = weight(rngs, WeightSpec((X, 4), ("X", "S"), init), stack)
-        # Decays of 0.6 to 0.999 a token, as trained models have them; transformers' initial values forget at once.
+        # Decays of 0.6 to 0.999 a token, as in trained models. transformers' initial values let a state vanish at once.
         self.decay_log = weight(rngs, WeightSpec((V,), ("N",), Between(0.0, math.log(16))), stack)  # A_log on disk
         self.decay_bias = weight(rngs, WeightSpec((V,), ("N",), Between(-7.0, -3.5)), stack)  # dt_bias on disk
         self.norm = RMSNorm(J, eps, rngs, stack, axis="H")
         self.out = weight(rngs, WeightSpec((V, J, D), ("N", "H", "D"), init, inputs=2), stack)
 
     def __call__(self, x: Float[Array, "B T D"], recur: Recur[Aux]) -> tuple[Float[Array, "B T D"], Aux]:
-        """`recur(inputs) -> (out_BTVJ float32, aux)`; the layer returns its `aux`. Decays, beta and the gate are
+        """`recur` returns `(out_BTVJ float32, aux)`; the layer returns this `aux`. Decays, beta and the gate are
         float32."""
         b, a, z = (project(x, matrix).astype(jnp.float32) for matrix in (self.b, self.a, self.z))
         rate = jnp.exp(self.decay_log[...].astype(jnp.float32))

@@ -14,7 +14,7 @@ HUB_ID = re.compile(r"(?!\.)[\w.-]+/[\w.-]+")  # as in Qwen/Qwen2.5-VL-3B-Instru
 
 
 class CheckpointError(ValueError):
-    """A checkpoint can't be read. The message names the file and, if one is at fault, the tensor."""
+    """A checkpoint can't be read. The message names the file, and the tensor if a tensor is at fault."""
 
 
 def why_missing(path: str | os.PathLike[str]) -> str:
@@ -33,8 +33,8 @@ def why_missing(path: str | os.PathLike[str]) -> str:
 
 @contextlib.contextmanager
 def one_line(kind: type[ValueError]) -> Iterator[None]:
-    """Turns an unexpected error in the block, as a value of a wrong type in a file causes, into an error of this
-    `kind`. Lets errors of this `kind` and OSErrors pass."""
+    """Turns an unexpected error in the block (for example of a value of a wrong type) into an error of `kind`. Errors
+    of `kind` and OSErrors pass."""
     try:
         yield
     except (kind, OSError):

@@ -1,7 +1,7 @@
 """The command `python -m models.generate`. Its code is in `rollout.generate_command`.
 
-No other file of a lower layer imports a higher one; import-linter has an exception for this file. Nothing imports it,
-so that no part of `models` depends on an engine.
+import-linter lets only this file of `models` import a higher package. No file of the packages imports this one, so that
+no part of `models` depends on an engine.
 """
 
 import sys

@@ -1,7 +1,6 @@
 """Hugging Face checkpoint folders: `config.json` and safetensors, one file or several with an index.
 
-Weights are read tensor by tensor. A tensor goes to its devices before the next tensor is read, so that the host holds
-at most two tensors of weights. `write_weights` writes tensor by tensor, too: the writer of safetensors needs all
+Weights are read and written tensor by tensor. `write_weights` replaces the writer of safetensors, which needs all
 tensors of a file at once.
 """
 
@@ -37,7 +36,7 @@ from .tensor_names import TensorName, name_layout
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safetensors names them
-SHARD_BYTES = 5_000_000_000  # the most bytes of a file, as `transformers` split by default before version 5
+SHARD_BYTES = 5_000_000_000  # most bytes of a file; the default of `transformers` before version 5
 HEAD = "lm_head.weight"
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # a buffer in old files, derived from the configuration
 
@@ -80,11 +79,12 @@ class _Files:
                 raise CheckpointError(f"{folder / file}: tensor {name} is missing, but {INDEX} says that it is there")
 
     def path(self, name: str) -> pathlib.Path:
-        """The file that holds the tensor `name`, or else the file to name in a message about it."""
+        """The file that holds the tensor `name`; if no file holds it, the file that an error message should name."""
         return self.folder / self.where.get(name, INDEX if len(self.open) > 1 else next(iter(self.open)))
 
     def check_dtypes(self) -> None:
-        """Raises CheckpointError, naming the tensor, for a dtype that is not in `DTYPES`, as of a quantised tensor."""
+        """Raises CheckpointError, naming the tensor, for a dtype that is not in `DTYPES`, as in quantised
+        checkpoints."""
         for name, file in self.where.items():
             dtype = self.open[file].get_slice(name).get_dtype()
             if dtype not in DTYPES.values() and not name.endswith(IGNORED_SUFFIXES):
@@ -114,22 +114,19 @@ class _Files:
 
 
 def _check_names(files: _Files, names: list[TensorName], carried: Collection[str]) -> None:
-    """Raises CheckpointError for a missing or unexpected tensor."""
     wanted = {name for entry in names for name in entry.full_names} | set(carried)
     for name in sorted(wanted - files.where.keys()):
         raise CheckpointError(f"{files.path(name)}: tensor {name} is missing")
     for name in sorted(files.where.keys() - wanted):
-        if name == HEAD or name.endswith(IGNORED_SUFFIXES):  # a tied model has no head of its own: `_tied_or_not`
+        if name == HEAD or name.endswith(IGNORED_SUFFIXES):  # `_tied_or_not` found that the head is a copy
             continue
         raise CheckpointError(f"{files.path(name)}: tensor {name} is unexpected; this architecture has no such weight")
 
 
 def _tied_or_not(files: _Files, config: DecoderConfig, raw: JsonObject) -> DecoderConfig:
-    """The configuration, untied if the files store a head that differs from the embedding.
-
-    transformers ties if config.json says so at the top or in `text_config`, but keeps a stored head that differs;
-    SGLang drops such a head. Raises CheckpointError for such a head, unless the top of config.json says false.
-    """
+    """The configuration, untied if the files store a head that differs from the embedding. transformers ties head and
+    embedding if config.json says so at its top or in `text_config`, but keeps a stored head that differs. SGLang drops
+    this head. Raises CheckpointError for a head that differs, unless the top of config.json says false."""
     if not config.text.tie_word_embeddings or HEAD not in files.where or _is_tied_copy(files, config):
         return config
     if raw.get("tie_word_embeddings") is not False:
@@ -143,7 +140,7 @@ def _tied_or_not(files: _Files, config: DecoderConfig, raw: JsonObject) -> Decod
 
 
 def _is_tied_copy(files: _Files, config: DecoderConfig) -> bool:
-    """Says whether a stored head equals the embedding: some tied checkpoints store the head, too."""
+    """Says whether the stored head equals the embedding, bit for bit, as in some tied checkpoints."""
     entry = next(entry for entry in tensor_names(config) if entry.path == ("embedding", "table"))
     head, embedding = (files.read(name, entry.disk_shape) for name in (HEAD, entry.name))
     return head.dtype == embedding.dtype and head.tobytes() == embedding.tobytes()
@@ -177,11 +174,10 @@ def load(
 ) -> Decoder:
     """Reads a local Hugging Face checkpoint folder tensor by tensor.
 
-    `dtype` casts every weight (float32 masters of a bfloat16 checkpoint); None keeps the dtypes of the checkpoint.
-    `shardings(model)` gets the abstract model and returns, in the structure of its parameters, where each weight goes
-    (default: this process's first device). Weights go to their devices directly: the host holds at most two tensors of
-    weights at a time, a device its weights and its share of one tensor. `progress` gets the share of the tensors read
-    so far.
+    `dtype` casts every weight; None keeps the dtypes of the checkpoint. `shardings(model)` gets the abstract model and
+    returns the sharding of each weight, in the structure of its parameters (default: this process's first device). A
+    tensor goes to its devices before the next tensor is read. The host holds at most two tensors of weights at a time,
+    a device its weights and its share of one tensor. `progress` gets the share of the tensors read so far, up to 1.
 
     Raises CheckpointError naming file and tensor for anything missing, unexpected or mis-shaped, and ModelConfigError
     for architectures and settings that are not supported.
@@ -222,11 +218,9 @@ class StoredTensor:
 
 
 def write_weights(file: pathlib.Path, contents: Sequence[StoredTensor], values: Iterable[np.ndarray]) -> None:
-    """Writes one value for each of `contents`. Takes values from the iterable one by one, and keeps none.
-
-    The format: the length of the header in eight bytes, the header in JSON, filled up to a multiple of eight bytes,
-    then the tensors in the header's order. Raises ValueError for a value of another shape or dtype.
-    """
+    """Writes one value for each entry of `contents`, taken from `values` one by one. A file has the header's length in
+    eight bytes, the header in JSON, filled up to a multiple of eight bytes, and the tensors in the header's order.
+    Raises ValueError for a value of another shape or dtype."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers reads the framework from it
     end = 0
     for tensor in contents:
@@ -252,7 +246,7 @@ def disk_tensors(config: DecoderConfig, params: Params) -> Iterator[tuple[str, n
 
 
 def stored(config: DecoderConfig, params: Params, dtype: DTypeLike | None = None) -> list[StoredTensor]:
-    """The name, shape and dtype of every tensor on disk; `dtype`, if given, is the dtype of all of them."""
+    """The name, shape and dtype of every tensor on disk. `dtype`, if given, replaces the dtypes of `params`."""
     values = by_path(params)
     return [
         StoredTensor(name, entry.disk_shape, np.dtype(dtype or values[entry.path].dtype))
@@ -262,19 +256,17 @@ def stored(config: DecoderConfig, params: Params, dtype: DTypeLike | None = None
 
 
 def _in_order(config: DecoderConfig, values: Mapping[tuple[str, ...], Any]) -> list[TensorName]:
-    """The names, wide dtypes first: each tensor of a file then begins at a multiple of its item size."""
+    """The names, wide dtypes first, so that each tensor of a file begins at a multiple of its item size."""
     return sorted(tensor_names(config), key=lambda entry: -values[entry.path].dtype.itemsize)
 
 
 def save(
     model: Decoder, path: str | os.PathLike[str], dtype: DTypeLike | None = None, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Writes `config.json` and safetensors that `transformers`, SGLang and `load` read.
-
-    `dtype` casts every weight; None writes weights bit for bit. Tensors that the model carries (`config.carried`) are
-    never cast. Beside the model, the host holds one tensor. Older weight files are removed when all new ones
-    are written; `config.json` is written last.
-    """
+    """Writes `config.json` and safetensors that `transformers`, SGLang and `load` read. `dtype` casts every weight;
+    None writes weights bit for bit. Tensors that the model carries (`config.carried`) are never cast. Weights are
+    copied to the host one tensor at a time. Older weight files are removed after all new files are written.
+    `config.json` is written last."""
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     params = nnx.to_pure_dict(nnx.state(model))
@@ -311,7 +303,8 @@ def save(
 
 
 def _with_dtype(config: JsonObject, stored: str) -> JsonObject:
-    """The dictionary with the weights' dtype in every field that names a dtype; the top gets one if it has none."""
+    """The dictionary with the weights' dtype in every field that names a dtype. If the top of the dictionary names no
+    dtype, `torch_dtype` is added there."""
     said = ("dtype", "torch_dtype")
     top: dict[str, Any] = {} if any(config.get(key) for key in said) else {"torch_dtype": stored}
     for section in ("text_config", "vision_config"):

@@ -31,7 +31,7 @@ def need(config: JsonObject, name: str, where: str, kind: type = int) -> Any:
     return value
 
 
-# Settings each with the only value that is read: under it, other programs compute as this decoder does.
+# The only supported value of each setting. Under this value, this decoder computes what other programs compute.
 _SUPPORTED: dict[str, bool | int | None] = {
     "mlp_bias": False,
     "is_causal": True,
@@ -63,10 +63,8 @@ def _refuse_unsupported(config: JsonObject, where: str, head_norm: bool) -> None
 
 
 def _refuse_sliding_windows(config: JsonObject, layers: int, default_full_layers: int, where: str) -> None:
-    """Raises ModelConfigError for attention within a sliding window.
-
-    Defaults are those of transformers: windows of 4096 tokens, in layers from `max_window_layers` on.
-    """
+    """Raises ModelConfigError for attention within a sliding window. Defaults are those of transformers: windows of
+    4096 tokens, in layers from `max_window_layers` on."""
     full = config.get("max_window_layers")
     full = default_full_layers if full is None else full
     if config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None and full < layers:
@@ -79,7 +77,8 @@ def _refuse_sliding_windows(config: JsonObject, layers: int, default_full_layers
 
 
 def _rope_settings(config: JsonObject, field: str, read: Mapping[str, set[str]]) -> tuple[str, JsonObject]:
-    """(rope type, settings) of a field of `config`; `read` has the names of settings that each supported type reads."""
+    """(rope type, settings) of a field of `config`. `read` has the names of the settings that each supported type
+    reads."""
     rope = config.get(field) or {}
     kinds = ["default" if name == "mrope" else name for name in (rope.get("rope_type"), rope.get("type")) if name]
     if len(set(kinds)) > 1 and rope["type"] != "mrope":
@@ -124,10 +123,8 @@ def uninterleaved(text: JsonObject) -> JsonObject:
 def read_rope(
     config: JsonObject, outer: JsonObject, *, default_theta: float, default_section: tuple[int, ...] = ()
 ) -> RopeConfig:
-    """The decoder's rotary embedding in `config`; `outer` is the complete file, whose top may repeat the settings.
-
-    Raises ModelConfigError for a type or setting that is not supported, or two fields with different meanings.
-    """
+    """The decoder's rotary embedding in `config`. `outer` is the complete file, whose top may repeat the settings.
+    Raises ModelConfigError for a type or setting that is not supported, and for fields that contradict each other."""
     readings = {
         field if config.get(field) else f"the default of {field}": _read_rope_field(
             config, field, default_theta, default_section
@@ -136,7 +133,7 @@ def read_rope(
     }
     rope = next(iter(readings.values()))
     if outer is not config:
-        # transformers reads `text_config` only: values of `text_config` count for settings that the top leaves out
+        # transformers reads `text_config` only, whose values count for settings that the top leaves out
         repeated = {name: outer[name] for name in (*_ROPE_FIELDS, "rope_theta") if outer.get(name)}
         beside = {**config, "rope_theta": rope.theta, **repeated}
         readings = {f"{field} of text_config": reading for field, reading in readings.items()}
@@ -188,7 +185,6 @@ def _read_rope_field(
 
 
 def _vision_theta(config: JsonObject) -> float:
-    """The base of the vision tower's rotary embedding, which always has two spatial axes and no scaling."""
     settings = {field: _rope_settings(config, field, _READ_BY_VISION)[1] for field in _rope_fields(config)}
     thetas = {field: _theta(config, rope, 10000.0) for field, rope in settings.items()}
     if len(set(thetas.values())) > 1:
@@ -197,8 +193,8 @@ def _vision_theta(config: JsonObject) -> float:
 
 
 def read_tower(config: JsonObject, activation: str, *more: str) -> dict[str, Any]:
-    """The fields of a `VisionConfig` that every architecture reads from `vision_config`; `more` names further fields,
-    which the file may lack. Raises ModelConfigError for a missing field, quantised weights, and another
+    """The fields of a `VisionConfig` that every architecture reads from `vision_config`. `more` names further fields,
+    which the file may lack. Raises ModelConfigError for a missing field, for quantised weights, and for another
     activation than `activation`."""
     where = "vision_config of config.json"
     refuse_quantised(config, where)
@@ -227,11 +223,9 @@ def read_text(
     rotated: float = 1.0,
     head_norm: bool = False,
 ) -> TextConfig:
-    """The decoder's settings in `config`; `outer` is the content of the file, whose top may say that weights are tied.
-
-    The defaults are those of transformers for the architecture, used if the file has no value. `rotated` is the share
-    of each head that is rotated. Only Qwen3 and later models (`head_norm`) have `attention_bias` as a setting.
-    """
+    """The decoder's settings in `config`. `outer` is the complete file, whose top may say that weights are tied. The
+    defaults are those of transformers for the architecture, used if the file has no value. `rotated` is the share of
+    each head that is rotated. Only Qwen3 and later models (`head_norm`) have `attention_bias` as a setting."""
     where = "config.json" if config is outer else "text_config of config.json"
     refuse_quantised(outer, "config.json")
     _refuse_unsupported(config, where, head_norm)
@@ -280,7 +274,7 @@ _TEXT_NAMES = {
 
 
 def write_rope(rope: RopeConfig) -> dict[str, object]:
-    """The fields `rope_theta` and `rope_scaling`: the older form, which every reader understands."""
+    """The fields `rope_theta` and `rope_scaling`, the older form, which every reader understands."""
     scaling: dict[str, object] = {}
     if rope.mrope_section:
         kind = {"rope_type": "default", "mrope_interleaved": True} if rope.interleaved else {"type": "mrope"}

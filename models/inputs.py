@@ -1,8 +1,7 @@
-"""The inputs of a model: one prepared sequence, and a packed batch of them.
+"""The inputs of a model: one prepared sequence, and packed rows of several sequences.
 
-Everything here is numpy on the host; the pytrees become device arrays at the `jit` boundary.
-Axis letters are those of the legend in `docs/structure.md`: `B` rows, `T` tokens a row, `P` patches,
-`X` values a patch (channels x temporal patch x patch height x patch width), `M` merged vision features.
+Arrays are numpy on the host; the pytrees become device arrays at the `jit` boundary. Axis letters are those of the
+legend in `docs/structure.md`.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ else:
     AnyArray = jax.Array | np.ndarray | jax.ShapeDtypeStruct | jax.stages.ArgInfo  # ArgInfo: in a lowered program
 
 
-@typing.no_type_check  # as a pytree it may hold shardings or dimensions; tests check instances that hold arrays
+@typing.no_type_check  # as a pytree it may hold shardings or dimensions instead of arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class VisionInput:
     """Patches of any number of images and videos, packed into one axis, **in window order**.
 
-    Each `merge_unit` (U) patches become one merged feature. Features are ordered by window, windows by frame pair. So
-    both attention patterns of the tower are contiguous runs, and feature `m` comes from the patches `m * U` to
-    `m * U + U - 1`.
+    `merge_unit` (U) consecutive patches become one merged feature: feature `m` comes from the patches `m * U` to `m * U
+    + U - 1`. Features are ordered by frame pair, then by window. Both attention patterns of the tower are therefore
+    contiguous runs.
 
     No frame pair has more than `frame_bound` patches, so that attention skips patches further apart. The bound is part
-    of the compiled shape; 0 means unknown (correct, but slow). Code that packs inputs sets
+    of the compiled shape; 0 means unknown, which is correct but slow. Code that packs inputs sets
     `frame_bound(frame_segments_P)` or the largest bound of the inputs.
     """
 
@@ -61,7 +60,7 @@ ARRAYS = ("patches_PX", "positions_P2", "frame_segments_P", "window_segments_P")
 
 
 def frame_bound(frame_segments_P: np.ndarray) -> int:
-    """The length of the longest frame pair, rounded up to a power of two so that few shapes are compiled."""
+    """The number of patches of the longest frame pair, rounded up to a power of two so that few shapes are compiled."""
     counts = np.bincount(frame_segments_P)[1:]
     longest = int(counts.max()) if counts.size else 1
     return 1 << (longest - 1).bit_length()
@@ -69,12 +68,9 @@ def frame_bound(frame_segments_P: np.ndarray) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ModelInput:
-    """One prepared prompt: token ids with media placeholders expanded, plus its media.
-
-    `feature_index_T[t]` is the row of the merged vision features (of this input's own `vision`) that
-    replaces the embedding of token `t`, or -1 if the token is text. A generated token `i` has the
-    rotary position `next_position + i` on all three axes.
-    """
+    """One prepared prompt: token ids with media placeholders expanded, plus its media. `feature_index_T[t]` is the row
+    of the merged features of `vision` that replaces the embedding of token `t`, or -1 if the token is text. A generated
+    token `i` has the rotary position `next_position + i` on all three axes."""
 
     token_ids_T: np.ndarray  # i32
     positions_3T: np.ndarray  # i32: temporal, height, width (equal for text)
@@ -100,7 +96,8 @@ class ModelInput:
 
     @functools.cached_property
     def frame_edges(self) -> list[int]:
-        """The first patch of each frame pair, and at the end the number of patches; empty without media."""
+        """The index of the first patch of each frame pair, and at the end the number of patches; empty without
+        media."""
         if self.vision is None:
             return []
         inner = np.flatnonzero(np.diff(self.vision.frame_segments_P)) + 1
@@ -108,14 +105,15 @@ class ModelInput:
 
     @functools.cached_property
     def shown(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (indices of the tokens that show a feature, the row of each token's feature)."""
+        """Returns (indices of the tokens that show a feature, the row of the features that each of these tokens
+        shows)."""
         tokens = np.flatnonzero(self.feature_index_T >= 0)
         return tokens, self.feature_index_T[tokens]
 
 
 class OutlinedInput:
-    """The sizes of a prepared prompt without its much larger arrays. `laid_out` makes the arrays again.
-    Plans need only `len`, `patches_PX`, `frame_bound`, `frame_edges` and `shown`, which a `ModelInput` has, too."""
+    """A prepared prompt without its large arrays, which `laid_out` makes again. The prompt keeps what plans need:
+    `len`, `patches_PX`, `frame_bound`, `frame_edges` and `shown`, which a `ModelInput` has, too."""
 
     __slots__ = ("_again", "_edges", "_known", "_tokens", "_where", "_which", "frame_bound", "patches_PX")
 
@@ -130,7 +128,7 @@ class OutlinedInput:
         return self._tokens
 
     def laid_out(self) -> ModelInput:
-        """The prompt's `ModelInput`. Calls share one result for as long as somebody refers to it."""
+        """The prompt's `ModelInput`. Calls share one result for as long as a reference to the result exists."""
         known = None if self._known is None else self._known()
         if known is None:
             known = self._again()
@@ -159,12 +157,12 @@ def _narrow(values: list[int] | np.ndarray) -> np.ndarray:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedTokens:
-    """Rows of several sequences each, with everything that the forward pass needs and no more.
+    """Packed rows of several sequences each, with all other inputs of the forward pass.
 
-    Attention of query `t` reaches key `s` of the same row when `s <= t`, `segments[s] == segments[t] != 0`
-    and `branches[s]` is 0 or equals `branches[t]`. Branch 0 is a prompt shared by all responses of its
-    segment (its group), branches 1, 2, ... are those responses: a prompt is computed once for its group.
-    Plain packing is the special case in which every sequence has its own segment and branch 0.
+    Attention of query `t` reaches key `s` of the same row when `s <= t`, `segments[s] == segments[t] != 0` and
+    `branches[s]` is 0 or equals `branches[t]`. Branch 0 of a segment is the prompt that a group shares; branches 1, 2,
+    ... are the group's responses. A prompt is thus computed once for its group. In plain packing every sequence has its
+    own segment and branch 0.
 
     `predecessor_BT[t]` is the index in the row of the token whose hidden state predicts token `t`: `t - 1`,
     or, for the first token of a response, the last token of its prompt.
@@ -172,12 +170,12 @@ class PackedTokens:
     Rows, and the patch axis of `vision`, are divided evenly over the data shards, in order;
     `feature_index_BT` counts from the start of the shard's own features (after routing, if features are routed).
 
-    A `spread` says that devices share sequences; each device then has one row. An index in the row then means, in the
+    `spread` is set if devices share sequences; each device then has one row. An index in the row then means, in the
     rules above, an index in the stream of the devices that share the sequence. Segments are numbered through all rows,
     and a predecessor of `T` or more is a hidden state that another device exports.
 
-    `temperatures_BT` is each token's sampling temperature, if tokens differ in it. `runs` is the table that layers with
-    Gated DeltaNet need, None for other models. Rows with a `spread` have tables in `Spread.runs` instead.
+    `temperatures_BT` is each token's sampling temperature, if temperatures differ. `runs` is the table that layers with
+    Gated DeltaNet need; it is None for other models. Rows with a `spread` have tables in `Spread.runs` instead.
     """
 
     tokens_BT: Int32[AnyArray, "B T"]
@@ -230,7 +228,7 @@ def pad(vision: VisionInput, num_patches: int) -> VisionInput:
 
 
 def cut(vision: VisionInput, start: int, stop: int) -> VisionInput:
-    """The patches `start .. stop - 1` by themselves; they must be complete frame pairs."""
+    """A `VisionInput` of the patches `start .. stop - 1`, which must be complete frame pairs."""
     part = jax.tree.map(lambda x: x[start:stop], vision)
     return dataclasses.replace(part, frame_bound=frame_bound(part.frame_segments_P))
 
@@ -255,5 +253,5 @@ def side_by_side(shards: Sequence[VisionInput], bound: int, way: ExchangeRoute |
 
 
 def common_bound(inputs: Iterable[PromptInput]) -> int:
-    """The largest `frame_bound` of the inputs. The bound is static: each bound needs another program."""
+    """The largest `frame_bound` of the inputs. Each bound needs a program of its own, as the bound is static."""
     return max((prompt.frame_bound for prompt in inputs), default=1)

@@ -1,7 +1,7 @@
-"""The parts that every architecture here is built of. Each weight is declared once, next to its use.
+"""The parts that architectures share. Each weight is declared once, next to its use.
 
 `stack=L` creates L layers as one module, whose weights have a leading layer axis.
-Norms, the exact GELU and rotary embeddings compute in float32, everything else here in the dtype of the weights.
+Norms, the exact GELU and rotary embeddings compute in float32, all other parts in the dtype of the weights.
 """
 
 import dataclasses
@@ -27,7 +27,8 @@ zeros = nnx.initializers.zeros_init()
 
 @runtime_checkable
 class DrawnOnHost(Protocol):
-    """Random initial values: a call samples them in JAX, `on_host` from the same distribution without compiling."""
+    """Random initial values. A call samples values in JAX; `on_host` samples values of the same distribution in
+    numpy."""
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array: ...
 
@@ -138,7 +139,7 @@ class PlainMLP(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table of one row a token id: the input embedding, and the output head (tied or separate)."""
+    """A table with a row for each token id. The table serves as the input embedding, the output head or both."""
 
     def __init__(self, vocab: int, width: int, std: float, rngs: nnx.Rngs) -> None:
         self.table = weight(rngs, WeightSpec((vocab, width), ("V", "D"), Normal(std)))
@@ -149,11 +150,9 @@ class Embedding(nnx.Module):
 
 @jax.custom_jvp
 def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The exact GELU, `x` times the standard normal distribution up to `x`, computed by `erf` as PyTorch does.
-
-    Inside a `shard_map` that checks replication, JAX 0.12 refuses `erfc`, which `jax.nn.gelu` uses. It also refuses
-    JAX's derivative of `erf` there, so that this derivative is written out.
-    """
+    """The exact GELU: `x` times the standard normal CDF of `x`, computed by `erf` as in PyTorch. Inside a `shard_map`
+    that checks replication, JAX 0.12 refuses `erfc`, which `jax.nn.gelu` uses. JAX also refuses its own derivative of
+    `erf` there, so that the derivative is written out."""
     wide = x.astype(jnp.float32)
     return (wide * _normal_cdf(wide)).astype(x.dtype)
 
@@ -170,15 +169,13 @@ def _normal_cdf(x: Array) -> Array:
     return 0.5 * (1 + jax.lax.erf(x * np.float32(math.sqrt(0.5))))
 
 
-FEW_ROWS = 48  # most rows for which a CPU multiplies faster with the weight as left factor (measured from 2 to 64)
+FEW_ROWS = 48  # most rows for which a CPU multiplies faster with the weight as left factor (measured with 2 to 64)
 
 
 def project(x: Array, matrix: nnx.Variable) -> Array:
-    """Multiplies the last axes of `x` by the input axes of a weight (`WeightSpec.inputs`), and sums over them.
-
-    All rows are joined to one axis, for one product of two matrices. With several axes of rows, XLA on CPUs would
-    transpose the activations for each weight's gradient, which took half as long as the products.
-    """
+    """Multiplies the last axes of `x` by the input axes of a weight (`WeightSpec.inputs`), and sums over them. All axes
+    of rows are joined, which gives one product of two matrices. With several axes of rows, XLA on CPUs would also
+    transpose the activations for each weight's gradient, which takes half the time of the products."""
     spec: WeightSpec = matrix.get_metadata("spec")
     weights, rows = matrix[...], x.shape[: x.ndim - spec.inputs]
     flat = x.reshape(math.prod(rows), -1)
@@ -190,15 +187,16 @@ def project(x: Array, matrix: nnx.Variable) -> Array:
 
 
 def kept_in_loop(rotary: tuple[Array, Array], x: Array) -> tuple[Array, Array]:
-    """The angles (cosine, sine), tied to the hidden states `x` of the loop over layers. Without this, JAX on GPUs would
-    take the broadcast of the angles to all heads out of the loop, and layers would read the broadcast from memory."""
+    """The angles (cosine, sine), tied to the hidden states `x` of the loop over layers. Without the tie, XLA on GPUs
+    would move the broadcast of the angles to all heads out of the loop, and layers would read the broadcast from
+    memory."""
     if not target().is_gpu:
         return rotary
     return jax.lax.optimization_barrier((rotary, jax.lax.stop_gradient(x[:1, :1, :1])))[0]
 
 
 def project_gated(gate: Array, up: Array, matrix: nnx.Variable) -> Array:
-    """`project(silu(gate) * up, matrix)`. In training, whose weights have their outputs last, GPUs compute gradients in
+    """`project(silu(gate) * up, matrix)`. If the weight has its outputs last, as in training, GPUs compute gradients in
     one pass over the activations."""
     if matrix.get_metadata("spec").outputs_first or not target().is_gpu:
         return project(jax.nn.silu(gate) * up, matrix)
@@ -217,16 +215,14 @@ def _by_outputs(x: Array, weights: Array) -> Array:
 
 
 def add_bias(x: Array, bias: Array) -> Array:
-    """`x + bias` over the trailing axes of `x`; the broadcast is written out (rank promotion is an error here)."""
+    """`x + bias` over the trailing axes of `x`, without rank promotion."""
     return x + jnp.broadcast_to(bias, x.shape)
 
 
 def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """The angle per position of each pair of the head's `head_dim` rotated numbers, `[head_dim / 2]` float32, and the
-    factor on cosine and sine.
-
-    `linear` divides positions by `factor`; `yarn` interpolates slow frequencies only (Peng et al., arXiv 2309.00071).
-    """
+    factor on cosine and sine. `linear` divides positions by `factor`; `yarn` interpolates slow frequencies only (Peng
+    et al., arXiv 2309.00071)."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = (np.float32(1) / np.float32(rope.theta) ** exponent).astype(np.float32)
     if rope.kind == "linear":
@@ -239,10 +235,8 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, flo
 
 
 def _yarn_ramp(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """The share by which each pair of the head is interpolated, `[H/2]` float32: 0 for fast pairs, 1 for slow ones.
-
-    The ramp is float32 as in transformers: near 1, rounding changes `1 - ramp`, the share that is not interpolated.
-    """
+    """The share by which each pair of the head is interpolated, `[H/2]` float32: 0 for fast pairs, 1 for slow pairs.
+    The share is float32 as in transformers, since rounding near 1 changes the share that is not interpolated."""
 
     def turning_point(rotations: float) -> float:
         # The pair that turns `rotations` times within the original context.

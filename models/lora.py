@@ -37,8 +37,8 @@ class Lora:
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
-    """Initial values of the first adapter of a pair, as PEFT samples them: uniform in [-b, b] with b = 1 / sqrt(inputs)
-    (Kaiming's bound for a slope of sqrt(5))."""
+    """Initial values of the first adapter of a pair, as PEFT samples them: uniform in [-b, b] with b = 1 /
+    sqrt(inputs)."""
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
         bound = 1 / math.sqrt(math.prod(shape[:-1]))
@@ -50,8 +50,8 @@ class Uniform:
 
 
 def adapted(model: Decoder, lora: Lora) -> Decoder:
-    """The abstract model with adapters; its other weights are frozen. `model` may be abstract, and is not changed.
-    Raises ModelConfigError for a target that the model lacks."""
+    """The abstract model with adapters and frozen weights. `model` may be abstract, and is not changed. Raises
+    ModelConfigError for a target that the model lacks."""
     shapes = shapes_only(model)
     paths = [weight.path for weight in _adapted_weights(model.config, lora)]
     attach(shapes, paths, lora.rank, lora.alpha / lora.rank, Uniform())
@@ -59,8 +59,7 @@ def adapted(model: Decoder, lora: Lora) -> Decoder:
 
 
 def _adapted_weights(config: DecoderConfig, lora: Lora) -> list[TensorName]:
-    """The names of the weights that get adapters. Layers of several kinds have projections of the same name. Raises
-    ModelConfigError for a target that the model lacks."""
+    """The names of the weights that get adapters. A target names projections in all kinds of layers."""
     found: dict[str, list[TensorName]] = {}
     for weight in tensor_names(config):
         name = weight.name.removesuffix(".weight").split(".")[-1]
@@ -87,8 +86,8 @@ def fresh_adapters(model: Decoder, seed: int, shardings: Params) -> dict[Path, j
 def save_adapters(
     config: DecoderConfig, adapters: Params, path: str | os.PathLike[str], lora: Lora, base: str = ""
 ) -> None:
-    """Writes a folder that `peft` loads onto the model of `transformers` (5 or newer). `base` is written down as the
-    folder or name of the weights that the adapters were trained beside."""
+    """Writes a folder that `peft` loads onto the model of `transformers` (5 or newer). `base` is the folder or name of
+    the frozen weights."""
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     values = by_path(adapters)
@@ -130,7 +129,7 @@ def load_adapters(config: DecoderConfig, path: str | os.PathLike[str], lora: Lor
 
 
 def _entries(config: DecoderConfig, lora: Lora) -> list[TensorName]:
-    """The names of the adapters on disk: by the modules of `transformers`, whatever the checkpoint's layout."""
+    """The names of the adapters on disk, which follow the modules of `transformers`, not the checkpoint's layout."""
     config = dataclasses.replace(config, names=NameLayout.NESTED)
     entries = []
     for weight in _adapted_weights(config, lora):
@@ -154,7 +153,7 @@ def _settings(config: DecoderConfig, lora: Lora, base: str) -> dict[str, Any]:
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "target_modules": list(lora.targets),
-        # The vision tower has modules of these names, too.
+        # Modules of the vision tower with the same names get no adapters.
         "exclude_modules": r".*\bvisual\b.*" if config.vision else None,
         "bias": "none",
         "fan_in_fan_out": False,

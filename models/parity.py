@@ -2,12 +2,12 @@
 
     python -m models.parity --model DIR [--text TEXT] [--image FILE ...] [--video FILE ...] [--tolerance X]
 
-The parts, in order: template or token ids, patches of images (not of videos: transformers needs torchvision for them),
-positions by axis, embeddings, features of the tower, each decoder layer, final norm, logits, log-probs. A prompt of
-text is compared first, then a prompt with media if the model reads media; parts up to positions are compared for both
-prompts before embeddings are. Ids and positions must be equal. Other parts differ if their largest difference is above
-the tolerance; for all but log-probs, the tolerance is multiplied by the part's largest magnitude if that is above 1.
-The first part that differs in an unknown way ends the comparison with exit status 1. Wrong input, or a missing torch or
+The parts, in order: template or token ids, patches of images (not of videos, which need torchvision in transformers),
+positions by axis, embeddings, features of the tower, each decoder layer, final norm, logits, log-probs. Parts up to
+positions are compared for a text prompt, then for a media prompt if the model reads media. The further parts follow in
+the same order of prompts. Ids and positions must be equal. Other parts differ if their largest difference is above the
+tolerance; except for log-probs, the tolerance is multiplied by the part's largest magnitude if this is above 1. The
+first difference that is not a known one ends the comparison with exit status 1. Wrong input, or a missing torch or
 transformers, ends the comparison with one line on stderr and exit status 2.
 """
 
@@ -77,12 +77,12 @@ class Reference:
         decoder, head = self._model.get_decoder(), self._model.get_output_embeddings()
         names = ["positions", "embedded", *(f"layer {n}" for n in range(len(decoder.layers))), "final norm"]
         for name, module in zip(names, [decoder, *decoder.layers, decoder.norm, head], strict=True):
-            module.register_forward_pre_hook(functools.partial(self._keep, name), with_kwargs=True)  # sees inputs
+            module.register_forward_pre_hook(functools.partial(self._keep, name), with_kwargs=True)
 
     def _keep(self, name: str, _: Any, args: tuple, settings: dict[str, Any]) -> None:
         if name != "positions":
             self._seen[name] = (args[0] if args else settings["hidden_states"])[0].numpy()
-        elif (positions := settings.get("position_ids")) is not None:  # None: positions of a text
+        elif (positions := settings.get("position_ids")) is not None:  # None for text
             self._seen[name] = positions[-3:, 0].numpy()
 
     def preprocessed(self, processor: Processor, probe: Probe) -> Iterator[tuple[str, Any, Any]]:
@@ -115,7 +115,7 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Recorder(Walk):
-    """The walk of one device. It keeps the input of each stack of layers, and the output of each layer."""
+    """The walk of one device. `stacks` has the input of each stack of layers, and the output of each layer."""
 
     stacks: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
@@ -148,7 +148,7 @@ def our_parts(model: Any, inputs: ModelInput) -> dict[str, np.ndarray]:
     packed = one_row(inputs)
     packed = packed if model.config.text.delta is None else packed.with_runs()
     hidden = hidden_states(model, packed, walk := Recorder())
-    embedded, states_LBTD = walk.stacks[-1]  # the tower's stack comes first
+    embedded, states_LBTD = walk.stacks[-1]  # stacks of the tower come first
     found = {"embedded": embedded} | {f"layer {number}": state for number, state in enumerate(states_LBTD)}
     found |= {"final norm": hidden, "logits": jnp.einsum("BTD,VD->BTV", hidden, model.head_weight(walk))}
     found |= {"log-probs": logprobs(model, packed, Walk())[0][:, 1:]}
@@ -156,7 +156,7 @@ def our_parts(model: Any, inputs: ModelInput) -> dict[str, np.ndarray]:
 
 
 def compared(options: argparse.Namespace) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yields (name, our value, the reference's value, why a difference is known) of every part, in order."""
+    """Yields (name, our value, the reference's value, reason of a known difference if any) of every part, in order."""
     processor = Processor.load(options.model)
     media = [("image", pathlib.Path(file).read_bytes()) for file in options.image]
     media += [("video", pathlib.Path(file).read_bytes()) for file in options.video]
@@ -169,7 +169,7 @@ def compared(options: argparse.Namespace) -> Iterator[tuple[str, Any, Any, str]]
     for name, asked in probes.items():
         yield from ((f"{name}: {part}", a, b, "") for part, a, b in reference.preprocessed(processor, asked))
         theirs, ours_3T = reference.parts(asked.arguments), asked.inputs.positions_3T
-        first = int((ours_3T != theirs["positions"]).any(0).argmax())  # the first that differs; 0: none
+        first = int((ours_3T != theirs["positions"]).any(0).argmax())  # first position that differs; 0 if none differs
         behind = processor.tokenizer.token_to_id(PADS["video"]) in asked.inputs.token_ids_T[:first]
         moved = reference.moved if behind and asked.inputs.feature_index_T[first] < 0 else ""
         for axis, a, b in zip(("time", "height", "width"), ours_3T, theirs["positions"], strict=True):
@@ -186,7 +186,7 @@ def compared(options: argparse.Namespace) -> Iterator[tuple[str, Any, Any, str]]
 
 
 def difference(ours: Any, theirs: Any, tolerance: float, absolute: bool) -> tuple[str, bool]:
-    """(how much two parts differ, whether that is too much). Whole numbers must be equal."""
+    """(how much two parts differ, whether that is too much). Integers must be equal."""
     ours, theirs = np.asarray(ours), np.asarray(theirs)
     if ours.shape != theirs.shape:
         return f"shapes {ours.shape} and {theirs.shape}", True

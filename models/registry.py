@@ -1,4 +1,4 @@
-"""The table of architectures; reads and writes `config.json` of all of them."""
+"""The table of architectures, which reads and writes the `config.json` of each architecture."""
 
 import dataclasses
 import json
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A row of the table: the parts in which an architecture differs from others, each imported when first called.
+    """The parts of an architecture that differ from other architectures. The first call of a part imports its module.
 
-    `read(config.json)` raises ModelConfigError. `write(config)` returns the content of a config.json without the names
-    of the architecture. `tensor_names(config, weights)` gives every weight of the abstract model its name on disk.
+    `read(config.json)` raises ModelConfigError for a file that can't be used. `write(config)` returns the content of a
+    config.json without the names of the architecture. `tensor_names(config, weights)` gives every weight of the
+    abstract model its name on disk.
     `rope_index` has the signature and results of `models.qwen2_5_vl.positions.rope_index`.
     """
 
@@ -33,7 +34,7 @@ class Architecture:
     write: Callable[[DecoderConfig], dict[str, Any]]
     model: Callable[[DecoderConfig, "Rngs"], "Decoder"]
     tensor_names: Callable[[DecoderConfig, Mapping[Any, Any]], "list[TensorName]"]
-    published: NameLayout = NameLayout.FLAT  # the layout of published checkpoints, which SGLang reads
+    published: NameLayout = NameLayout.FLAT  # layout of published checkpoints, which SGLang reads
     rope_index: Callable[..., tuple[np.ndarray, int]] | None = None  # None: the model reads text only
     carried: str = ""  # prefix of tensors that no model here reads; they are copied into exports
 
@@ -51,7 +52,7 @@ def _text_model(name: str, read: str) -> Architecture:
 ARCHITECTURES = {
     "qwen2": _text_model("Qwen2ForCausalLM", read="hf_config:read_qwen2"),
     "qwen3": _text_model("Qwen3ForCausalLM", read="hf_config:read_qwen3"),
-    "qwen2_5_vl": Architecture(  # of MiMo-VL, too
+    "qwen2_5_vl": Architecture(  # also MiMo-VL
         "Qwen2_5_VLForConditionalGeneration",
         read=_part("qwen2_5_vl.params:read_config"),
         write=_part("qwen2_5_vl.params:write_config"),
@@ -96,8 +97,8 @@ def read_config(config: JsonObject) -> DecoderConfig:
 
 
 def architecture_of(config: JsonObject) -> str:
-    """The key in `ARCHITECTURES` for a `config.json`: by its `architectures`, or by its `model_type` if it has none.
-    Raises ModelConfigError, which lists the supported architectures."""
+    """The key in `ARCHITECTURES` for the `architectures` of a `config.json`, or for its `model_type` without
+    `architectures`. Raises ModelConfigError, which lists the supported architectures."""
     names = config.get("architectures") or []
     keys = {row.name: key for key, row in ARCHITECTURES.items()}
     known = [keys[name] for name in names if name in keys]
@@ -110,7 +111,8 @@ def architecture_of(config: JsonObject) -> str:
 
 
 def write_config(config: DecoderConfig) -> dict[str, Any]:
-    """The `config.json` dictionary of a configuration: the dictionary that was read, if it still means the same."""
+    """The `config.json` dictionary of a configuration. If `config` still means the dictionary that was read, returns
+    that dictionary."""
     source = json.loads(config.extra)
     # `names` is a property of the weight files, not of config.json
     if source and dataclasses.replace(read_config(source), names=config.names) == config:

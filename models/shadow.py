@@ -34,16 +34,13 @@ Fetch: TypeAlias = Callable[[Sequence[Rows]], Sequence[np.ndarray]]
 
 
 class ShadowTensor:
-    """The shape and dtype of an array, and the `pieces` along its first axis (patches or frames) that make its data.
-
-    A shadow can be sliced along that axis, cut into equal shards, and concatenated with shadows and numpy's arrays by
-    `np.concatenate`. In a pytree, a shadow is a leaf. Every other use of its data raises ShadowError.
-    """
+    """The shape and dtype of an array, and the `pieces` along its first axis (patches or frames) that make its data. A
+    shadow can be sliced along that axis, cut into equal shards, and concatenated with shadows and numpy's arrays by
+    `np.concatenate`. In a pytree, a shadow is a leaf. Every other use of its data raises ShadowError."""
 
     __slots__ = ("dtype", "pieces", "shape")
 
     def __init__(self, pieces: Sequence[Piece], row_shape: Sequence[int], dtype: np.dtype) -> None:
-        """Joins these pieces to a tensor whose rows have the shape `row_shape`."""
         self.pieces = tuple(_joined(pieces))
         self.shape = (sum(map(len, self.pieces)), *row_shape)
         self.dtype = np.dtype(dtype)
@@ -59,7 +56,7 @@ class ShadowTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that its data would take in memory."""
+        """The bytes that the tensor's data would take in memory."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def __len__(self) -> int:

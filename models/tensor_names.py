@@ -1,4 +1,4 @@
-"""The names and layouts of weights on disk, in Hugging Face checkpoints: of one weight, and of the decoder."""
+"""The names and layouts of weights on disk, in Hugging Face checkpoints."""
 
 import dataclasses
 import math
@@ -22,11 +22,9 @@ PREFIXES = {  # prefixes of the tower and of the decoder
 
 @dataclasses.dataclass(frozen=True)
 class TensorName:
-    """The name of one weight, with `{}` for the layer number if the weight is stacked over layers.
-
-    A parameter has its input axes first (`[in..., out...]`), a torch linear layer has `[out, in]`: the disk holds the
-    transpose, flattened to `disk_shape`. Only the layout differs, so that writing and reading keep every bit.
-    """
+    """The name of one weight, with `{}` for the layer number if the weight is stacked over layers. A parameter has its
+    input axes first (`[in..., out...]`). The disk holds the transpose, as torch's linear layers have it, flattened to
+    `disk_shape`. Writing and reading keep every bit."""
 
     name: str
     path: Path
@@ -66,9 +64,9 @@ def name_weights(
     """The names of the weights of torch modules. `modules` maps each module to the path of its weight, with dots.
     `numbers` are the layer numbers of stacked weights, in the order of the stack; None: 0, 1, 2, ...
 
-    A bias has the path of its matrix with `_bias` behind it. Layouts follow from the declarations: tables (`[V, D]`)
-    have one layout in both places, biases and scales are flat, and all other weights are matrices of a torch `Linear`.
-    The input axes of a matrix are all but the last axis if the last axis is the width `D`, else the first axis.
+    A bias has the path of its matrix with `_bias` behind it. Tables (`[V, D]`) have the same layout here and on disk,
+    and biases and scales are flat on disk. All other weights are matrices of a torch `Linear`. The input axes of a
+    matrix are all but the last axis if the last axis is the width `D`, else the first axis.
     """
     names = []
     for module, path in modules.items():
@@ -107,8 +105,8 @@ DECODER = {
 
 
 def decoder_names(weights: Weights, prefix: str, numbers: Sequence[int] | None = None) -> list[TensorName]:
-    """The name of every weight of the decoder. `prefix`, `model.` or `model.language_model.`, begins all names but that
-    of the head. `numbers`: see `name_weights`."""
+    """The name of every weight of the decoder. `prefix` (`model.` or `model.language_model.`) begins all names except
+    the head's. `numbers`: see `name_weights`."""
     # A tied model has no weight for the head.
     return name_weights(DECODER, prefix, weights, numbers) + name_weights({"lm_head": "head.table"}, "", weights)
 

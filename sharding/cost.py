@@ -1,8 +1,8 @@
 """The cost model, for planning and simulation: seconds of attention, all-to-alls, linear work, vision tower.
 
 All seconds are those of one forward pass of the whole model (all layers) on one device, unless said otherwise. The
-devices that compute one sequence are a device group.
-`python benchmarks/calibrate.py` measures a machine and writes the file that `CostModel.load` reads.
+devices that compute one sequence are a device group. `python benchmarks/calibrate.py` measures a machine and writes the
+file that `CostModel.load` reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from .planner.plan import Round, ShardPlan, deal_heads
 
-# The assumed speed of a GPU of the cluster.
+# The assumed speed of a GPU.
 PEAK_FLOPS = 989e12  # dense bfloat16 of an H800 or H200 (NVIDIA's data sheets)
 LINEAR_UTILISATION = 0.5  # assumed share of the peak in the large products of projections and MLPs
 
@@ -60,8 +60,8 @@ class ModelSizes:
         return 2.0 * (self.layers * layer + self.width * self.vocabulary) + self.other_flops
 
     def vision_flops(self) -> float:
-        """FLOPs a patch of one forward pass of the vision tower and its mergers, without attention scores: with windows
-        of 64 patches, as in most layers of Qwen2.5-VL, attention scores take 2 % of these FLOPs."""
+        """FLOPs a patch of one forward pass of the vision tower and its mergers, without attention scores. Attention
+        scores take 2 % of these FLOPs with windows of 64 patches, as in most layers of Qwen2.5-VL."""
         mlp = self.vision_products * self.vision_width * self.vision_mlp
         tower = self.vision_layers * (4 * self.vision_width**2 + mlp)
         merged = self.patches_per_token * self.vision_width  # a token's patches side by side
@@ -98,11 +98,9 @@ class AttentionFit:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Seconds of an all-to-all: `alpha + sent * (per_byte + congestion * flying)`.
-
-    `sent` are the bytes that a device sends over this link, `flying` the bytes that the device group has under way at
-    once. `congestion` makes long sequences slower than in proportion.
-    """
+    """Seconds of an all-to-all: `alpha + sent * (per_byte + congestion * flying)`. `sent` are the bytes that a device
+    sends over this link, `flying` the bytes that the device group has under way at once. `congestion` makes long
+    sequences slower than in proportion."""
 
     alpha: float
     per_byte: float
@@ -113,9 +111,10 @@ class Link:
 
 
 def link_bytes(total: Number, degree: int, node: int) -> tuple[Number, Number]:
-    """Returns (sent, flying) of both all-to-alls of a layer, which have `total` bytes: the bytes that a device sends to
-    the other devices of its device group, and the bytes that all these devices send to each other. In a device group
-    wider than a node, `sent` counts bytes to other nodes only: transfers within a node are faster and run meanwhile."""
+    """Returns (sent, flying) of both all-to-alls of a layer, which have `total` bytes. `sent` are the bytes that a
+    device sends to the other devices of its device group, `flying` the bytes that all these devices send to each other.
+    In a device group wider than a node, `sent` counts bytes to other nodes only, since transfers within a node are
+    faster and run meanwhile."""
     receivers = degree - node if degree > node else degree - 1
     return total * receivers / degree**2, total * (degree - 1) / degree
 
@@ -126,9 +125,9 @@ class CostModel:
 
     A training step is a forward pass, `recompute` further forward passes (1 with activation checkpointing, 0 without)
     and a backward pass. The backward pass takes `backward_attention` times the forward time in attention (five matrix
-    products for two), `backward_linear` times in linear work, and sends the same bytes in its all-to-alls. `node`
-    devices share the link `within`; wider device groups use the link `across`, which is None if no such group was
-    measured. `fits` are R^2 and relative errors of each fit, `source` names measurements and hardware.
+    products instead of two), `backward_linear` times in linear work, and sends the same bytes in its all-to-alls.
+    `node` devices share the link `within`; wider device groups use the link `across`, which is None if no such group
+    was measured. `fits` are R^2 and relative errors of each fit, `source` names measurements and hardware.
     """
 
     source: str
@@ -171,7 +170,7 @@ class CostModel:
 
     def attention_seconds(self, length: Number, degree: int = 1) -> Number:
         """Seconds of one device's share of the attention of a sequence of `length` tokens on `degree` devices, with a
-        launch for this sequence alone in each layer; an array of lengths gives an array of seconds. Raises PlanError as
+        launch for this sequence alone in each layer. An array of lengths gives an array of seconds. Raises PlanError as
         `ModelSizes.heads_of` does."""
         length = np.asarray(length, float)
         return self._attention(length**2, length, degree)

@@ -1,7 +1,4 @@
-"""Doors of packages: names that a package offers, each in a module that is imported when the name is first used.
-
-A process imports the rooms that it enters, and no others.
-"""
+"""Doors of packages: names that a package offers, each in a module that is imported when the name is first used."""
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -39,8 +36,9 @@ def later(beside: str, path: str) -> Callable[..., Any]:
 
 
 class ByName(Mapping[str, T], Generic[T]):
-    """The choices of a setting: `paths` maps the name of each choice to a module beside the module `beside`, or to its
-    attribute, `module:attribute`. `make(value, name)` turns this module or attribute into the choice, once."""
+    """The choices of a setting: `paths` maps the name of each choice to a module beside the module `beside`, or to a
+    module's attribute, `module:attribute`. `make(value, name)` turns the module or attribute into the choice when the
+    choice is first used."""
 
     def __init__(
         self, beside: str, paths: Mapping[str, str], make: Callable[[Any, str], T] = lambda value, name: value

@@ -41,11 +41,9 @@ class MeshError(ValueError):
 
 
 def make_mesh(num_devices: int = 0, *, devices: Sequence[Device] | None = None) -> Mesh:
-    """A mesh `(replica, s{k-1}, ..., s1, s0)` over the first `num_devices` of `devices`.
-
-    `num_devices=0` takes all of `devices`, by default all devices that JAX sees. The size of the outer axis is the odd
-    factor of the number of devices (1 for 8, 3 for 6).
-    """
+    """A mesh `(replica, s{k-1}, ..., s1, s0)` over the first `num_devices` of `devices`. `num_devices=0` takes all of
+    `devices`, by default all devices that JAX sees. The size of the outer axis is the odd factor of the number of
+    devices (1 for 8, 3 for 6)."""
     devices = jax.devices() if devices is None else devices
     if not devices:
         raise MeshError("a mesh needs at least one device, got an empty sequence")
@@ -79,10 +77,10 @@ def group_axes(axes: tuple[str, ...], degree: int) -> tuple[str, ...]:
 
 
 # `spread.ulysses` computes attention in rounds and exchanges tokens meanwhile. By default XLA has one collective under
-# way: a round's second all-to-all, or a gather of weights, delays the first all-to-all of the next round. XLA also
-# starts collectives as late as estimates allow, and estimates loops over tiles as 0 s: in the backward pass an
-# all-to-all starts after the attention that should hide it. Schedules compiled for 8 H100 by jax 0.10.2 had both.
-# XLA gives all collectives one queue (its `operation_queue_id`): collectives still run in program order.
+# way, so that a round's second all-to-all, or a gather of weights, delays the first all-to-all of the next round. XLA
+# also starts collectives as late as its estimates allow, and estimates loops over tiles as 0 s. In the backward pass an
+# all-to-all then starts after the attention that should hide it. Collectives share one queue of XLA (its
+# `operation_queue_id`), and still run in program order.
 GPU_OVERLAP: Mapping[str, int | bool] = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
@@ -137,11 +135,9 @@ def compiling_for(target: Target) -> Iterator[None]:
 
 
 def runs_triton(*arrays: Array | jax.ShapeDtypeStruct, multiple: int = 1, most: int | float = math.inf) -> bool:
-    """Says, while a program is traced, whether a Triton kernel can compute with these arrays.
-
-    A kernel can if the target is an NVIDIA GPU since Ampere, jax-triton can be imported, all arrays are bfloat16 or all
-    float32, and the last dimension of the first array is a multiple of `multiple`, and at most `most`.
-    """
+    """Says, while a program is traced, whether a Triton kernel can compute with these arrays. A kernel can if the
+    target is an NVIDIA GPU since Ampere, jax-triton can be imported, all arrays are bfloat16 or all float32, and the
+    last dimension of the first array is a multiple of `multiple`, and at most `most`."""
     device, width = target(), arrays[0].shape[-1]
     if not device.is_gpu or width % multiple or width > most or not _importable() or not _capable(device.capability):
         return False

@@ -1,8 +1,8 @@
 """Computes log-probabilities over the vocabulary in chunks of tokens: logits of all tokens never exist at once.
 
 Logits of 16k tokens over a vocabulary of 152k are 10 GB in float32 and their gradient as much again. Here a chunk's
-logits are computed, used and dropped; the backward pass computes them again, given the saved log-normaliser. On NVIDIA
-GPUs, the kernels of `kernels.head_kernels` compute instead; this module launches them.
+logits are computed, used and dropped. The backward pass computes the logits again, given the saved log-normaliser. On
+NVIDIA GPUs, the kernels of `kernels.head_kernels` compute instead; this module launches them.
 
 In the kernels' forward pass, logits exist in registers only. Each program goes through a part of the vocabulary for
 some tokens; the sums of the parts, `[parts, T]`, are combined here.
@@ -10,13 +10,11 @@ some tokens; the sums of the parts, `[parts, T]`, are combined here.
 In the kernels' backward pass, the vocabulary is cut into chunks. A kernel computes a chunk's logits again and writes
 the gradients of these logits, `[T, width]`, in the dtype of the hidden states. From the gradients, two matrix products
 of XLA (cuBLAS, or a faster kernel that XLA finds) compute the chunk of the head's gradient, and a term of the hidden
-states' gradient, which is summed in float32. So each number of the head's gradient is one sum over all tokens, rounded
-once, and no complete float32 copy of this gradient exists. Nothing is added by atomics: the same inputs give the same
-bits.
+states' gradient. The terms are summed in float32. Each number of the head's gradient is thus one sum over all tokens,
+rounded once, and no complete float32 copy of this gradient exists. Nothing is added by atomics: the same inputs give
+the same bits.
 
-Four products of T x V x D in all are the least possible without storing logits. Kernels that also summed the gradients
-would compute logits several times more: sums of `[TOKENS, D]` or `[IDS, D]` do not fit into the registers of a program,
-and the two gradients are sums along different axes.
+Four products of T x V x D in all are the least possible without storing logits.
 """
 
 import functools
@@ -47,8 +45,8 @@ def token_logprobs(
     """(log-probability of each target, entropy) under `softmax(hidden @ head.T / temperature)`.
     `temperature` is a positive number for all tokens, or an array with a number for each token.
 
-    `allowed_V` restricts the softmax to the tokens that an engine may sample. Otherwise probability would leak to the
-    other tokens: they are never sampled, so that no reward ever takes the probability back.
+    `allowed_V` restricts the softmax to the tokens that an engine may sample. Otherwise probability would leak to
+    tokens that are never sampled, and no reward would take the probability back.
 
     Results are float32 and in nats, differentiable in `hidden_BTD` and `head_VD`; products accumulate in float32
     whatever the dtype of these two. `chunk` is the number of tokens whose logits exist at once; 0 chooses by V. If the
@@ -128,7 +126,7 @@ def _logits(hidden_TD: Array, head_VD: Array, allowed_V: Array, temperatures_T: 
     return jnp.where(allowed_V[None, :], logits_TV / temperatures_T[:, None], -1e30)
 
 
-# Below are the kernels of NVIDIA GPUs.
+# The functions below launch kernels on NVIDIA GPUs.
 
 
 # Says, while a program is traced, whether the kernels compute log-probabilities of (hidden states, head).
@@ -136,8 +134,8 @@ chosen = functools.partial(runs_triton, multiple=16)
 
 
 def tiling_of(dtype: Any, capability: int) -> Tiling:
-    """The tiles of both kernels: tokens, ids, and numbers of the width that are multiplied at once. They are the
-    largest tiles that ptxas fits into registers. Only bfloat16 on Hopper was timed (`benchmarks/head.py`)."""
+    """The tiles of both kernels: tokens, ids, and numbers of the width that are multiplied at once. Larger tiles would
+    not fit into registers. Only bfloat16 on Hopper was timed (`benchmarks/head.py`)."""
     if jnp.dtype(dtype).itemsize == 4:
         return Tiling((64, 64, 32), 4, 2)
     if 90 <= capability < 120:

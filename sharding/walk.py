@@ -1,14 +1,14 @@
 """The walk over a model's layers, which every strategy shares, and the types of losses and results.
 
-A strategy decides where weights come from and what the backward pass keeps while a stack of layers is walked. A
-model never asks on how many devices it runs. It calls `walk.use(module)` before it reads a module's weights and
-`walk.scan(...)` over its `Stack` of layers; in these calls FSDP gathers weights, and one device has none to gather.
+A strategy decides where weights come from and what the backward pass keeps while a stack of layers is walked. A model
+never asks on how many devices it runs. The model calls `walk.use(module)` before it reads a module's weights and
+`walk.scan(...)` over its `Stack` of layers. In these calls FSDP gathers weights.
 
-Under fully sharded data parallelism (`Fsdp`), every device holds a slice of every weight and computes its own rows.
-A layer's weights are gathered when the walk reaches the layer, and dropped after it. The transpose of the gather
-scatters and sums their gradients, so that no device ever holds a complete gradient either. Several of these devices may
-share a sequence: the batch says so (`sharding.spread`), and `forward` attends over them. Forward and backward pass are
-one fully manual `shard_map`: under automatic partitioning gradients came out replicated, without a reduce-scatter.
+Under fully sharded data parallelism (`Fsdp`), every device holds a slice of every weight and computes its own rows. A
+layer's weights are gathered when the walk reaches the layer, and dropped after it. The transpose of the gather scatters
+and sums the layer's gradients, so that no device holds the complete gradients of all layers. If the batch spreads a
+sequence over several devices (`sharding.spread`), `forward` attends over these devices. Forward and backward pass are
+one fully manual `shard_map`, since automatic partitioning left gradients replicated, without a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _all_but_gathered(primitive: jax.extend.core.Primitive, *_: object, **__: ob
 
 
 def _all_but_weights(primitive: jax.extend.core.Primitive, *_: object, **__: object) -> bool:
-    """The policy for layers in a period: drops also slices, which would copy the weights of the stacks."""
+    """The policy for layers of a period, which also drops slices: kept slices would copy the weights of the stacks."""
     return not primitive.name.startswith(("all_gather", "slice", "squeeze"))
 
 
@@ -83,11 +83,9 @@ def _entry(tree: PyTree, index: int | None) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The layers of a model, of one or several kinds: `order` has the kind of each layer.
-
-    The layers of a kind are one module, whose weights have a leading layer axis: layer `i` is the entry
-    `order[:i].count(order[i])` of `modules[order[i]]`. A kind is called as the model's attribute that has its layers.
-    """
+    """The layers of a model, of one or several kinds: `order` has the kind of each layer. The layers of a kind are one
+    module, whose weights have a leading layer axis. Layer `i` is the entry `order[:i].count(order[i])` of
+    `modules[order[i]]`. A kind is named like the model's attribute that has its layers."""
 
     modules: Mapping[str, nnx.Module]
     order: tuple[str, ...]
@@ -99,7 +97,7 @@ class Stack:
 
     @property
     def period(self) -> tuple[str, ...]:
-        """The shortest beginning of `order` that repeated gives `order`: one layer, if there is one kind."""
+        """The shortest beginning of `order` whose repetition gives `order`: a single layer if there is one kind."""
         layers = len(self.order)
         repeats = (n for n in range(1, layers) if layers % n == 0 and self.order[:n] * (layers // n) == self.order)
         return self.order[: next(repeats, layers)]
@@ -115,19 +113,21 @@ class Walk:
     """The single-device walk, and the base of all other walks.
 
     `gather(spec, local)` turns the local shard of an (unstacked) weight into the complete weight, in the compute dtype.
-    `remat` says which values of a layer the backward pass computes again (`REMAT`). With `none` it only gathers weights
-    again: otherwise every device would hold the complete model between forward and backward pass.
+    `remat` says which values of a layer the backward pass computes again (`REMAT`). With `none` the backward pass only
+    gathers weights again, so that no device holds the complete model between forward and backward pass.
     `merge(weight, a, b)` returns a complete weight plus the product of its adapters.
     """
 
     gather: Gather | None = None
     merge: Merge | None = None
     remat: str = "none"
-    # With remat `none`, a loop over at most `unroll` layers is written out: kept values need no copy into stacks.
+    # With remat `none`, a loop over at most `unroll` layers is written out, so that kept values need no copy into
+    # stacks.
     unroll: int = 8
 
     def use(self, module: Module) -> Module:
-        """The module with its complete weights. Call `use` just before weights are read, so that they live briefly."""
+        """The module with its complete weights. Call `use` just before weights are read, so that complete weights live
+        briefly."""
         if self.gather is None:
             return module
         graphdef, state = nnx.split(module)
@@ -150,11 +150,9 @@ class Walk:
     def scan(
         self, stack: Stack, carry: Carry, step: Callable[[Any, Carry, X], tuple[Carry, Y]], xs: PyTree = None
     ) -> tuple[Carry, PyTree]:
-        """Runs `carry, y = step(layer, carry, x)` over the stack; returns the last carry and the stacked `y`.
-
-        `xs` is None or a pytree with a leading axis of all layers. The loop goes over the periods of a stack of several
-        kinds; each layer of a period gathers its weights and is computed again by itself.
-        """
+        """Runs `carry, y = step(layer, carry, x)` over the stack; returns the last carry and the stacked `y`. `xs` is
+        None or a pytree with a leading axis of all layers. The loop goes over the periods of a stack of several kinds;
+        each layer of a period gathers its weights and is computed again by itself."""
         period, layers = stack.period, len(stack.order)
         written_out = layers <= self.unroll and self.remat == "none"
         if len(period) == 1:
@@ -207,11 +205,9 @@ class Walk:
         step: Callable[[Module, Carry, X], tuple[Carry, Y]],
         xs: Iterable[X],
     ) -> tuple[Carry, list[Y]]:
-        """As `scan`, over layers that are separate modules: returns the last carry and the list of `y`.
-
-        The loop is written out, so that nothing is copied out of a stack, which would cost a decoding engine time at
-        every token.
-        """
+        """As `scan`, over layers that are separate modules: returns the last carry and the list of `y`. The loop is
+        written out, so that nothing is copied out of a stack, which would cost a decoding engine time at every
+        token."""
         ys = []
         for layer, x in zip(layers, xs, strict=True):
             carry, y = step(self.use(layer), carry, x)
@@ -237,7 +233,7 @@ class Tally:
         )
 
 
-# Forwards and losses run on one device's share of the rows; the walk gives them the model's weights.
+# Forwards and losses run on one device's share of the rows; the walk supplies the model's weights.
 Forward: TypeAlias = Callable[[nnx.Module, PyTree, Walk], PyTree]  # (model, inputs, walk) -> arrays with rows first
 Loss: TypeAlias = Callable[[nnx.Module, PyTree, Walk], tuple[Array, Tally]]  # (model, batch, walk) -> sum over rows
 
@@ -245,15 +241,15 @@ Loss: TypeAlias = Callable[[nnx.Module, PyTree, Walk], tuple[Array, Tally]]  # (
 class Fsdp:
     """FSDP of one model over all axes of `mesh`; any number of devices.
 
-    `model` may be abstract: its declarations are read, its weights are not. `forward` and `loss` compute on a
-    device's share. `row_dims(batch)` says which dimension of each array of a batch counts rows (or vision patches):
-    a pytree like the batch, or a prefix of it. Weights are stored in their declared dtype and cast to `compute_dtype`
-    before they are sent, which for bfloat16 halves the traffic. `remat` and `unroll` are those of `Walk`. Weights whose
-    declaration says `frozen` have no gradients.
+    `model` may be abstract: its declarations are read, its weights are not. `forward` and `loss` compute on a device's
+    share. `row_dims(batch)` says which dimension of each array of a batch counts rows (or vision patches): a pytree
+    like the batch, or a prefix of it. Weights are stored in their declared dtype and cast to `compute_dtype` before a
+    gather, which halves the traffic for bfloat16. `remat` and `unroll` are those of `Walk`. Weights whose declaration
+    says `frozen` have no gradients.
 
     A batch has the same loss and gradients on every mesh, to float tolerance. A planner (`sharding.planner`) decides
-    where each sequence is computed, and the batch is composed after the plan: a run may change planners between steps.
-    `copies`, `loss_and_grad` and `logprobs` are pure and meant to be traced: the caller compiles them.
+    where each sequence is computed, and the batch is composed after the plan. A run may thus change planners between
+    steps. `copies`, `loss_and_grad` and `logprobs` are pure and meant to be traced: the caller compiles them.
     """
 
     def __init__(
@@ -294,7 +290,8 @@ class Fsdp:
         return _put(params, self.shardings)
 
     def trained(self, tree: Params) -> Params:
-        """The trained weights of parameters, or the leaves at their paths in a tree of the same structure."""
+        """The trained weights of parameters, or the leaves at the paths of trained weights in a tree of the same
+        structure."""
         if not self._frozen:
             return tree
         return unflatten_dict({path: leaf for path, leaf in by_path(tree).items() if path not in self._frozen})
@@ -312,11 +309,9 @@ class Fsdp:
         return _put(tree, self.trained(self.shardings))
 
     def place(self, batch: Batch) -> Batch:
-        """The host arrays of a batch (or of its inputs), laid on the mesh.
-
-        Each process gives the rows of its own devices, in the order of the mesh. Raises ValueError if the number of
-        these devices does not divide the number of rows.
-        """
+        """The host arrays of a batch (or of its inputs), laid on the mesh. Each process gives the rows of its own
+        devices, in the order of the mesh. Raises ValueError if the number of these devices does not divide the number
+        of rows."""
         jax.tree.map(self._check, self._row_dims(batch), batch)
         placed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._row_specs(batch))
         return _put(batch, placed, local=True)
@@ -331,8 +326,9 @@ class Fsdp:
         return frozenset(path for path, cut in cuts.items() if self._axes == (cut.axes if cut else ()))
 
     def copies(self, params: Params) -> Params:
-        """The parameters with the `copied` weights in `compute_dtype`, cast once for all microbatches of a step; else
-        `loss_and_grad` casts them twice a microbatch. The gradients of the cast weights have this dtype, too."""
+        """The parameters with the `copied` weights in `compute_dtype`, cast once for all microbatches of a step.
+        Without copies, `loss_and_grad` casts weights twice a microbatch. The gradients of the cast weights have this
+        dtype, too."""
         weights = by_path(params)
         return unflatten_dict(weights | {path: self._cast(weights[path]) for path in self.copied})
 
@@ -362,7 +358,7 @@ class Fsdp:
         return self._on_mesh(local, (self.param_specs(), self._row_specs(inputs)), self._rows(0))(params, inputs)
 
     def _on_mesh(self, local: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
-        # Replication is checked: if an output is declared equal on all devices and is not, an error is raised here.
+        # `check_vma` raises an error here if an output that is declared equal on all devices is not.
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
     def _gather(self, spec: WeightSpec, local: jax.Array) -> jax.Array:
@@ -382,9 +378,9 @@ class Fsdp:
         return local if cut is None else jax.lax.all_gather(local, cut.axes, axis=cut.dim, tiled=True)
 
     def _merge(self, weight: Weight, adapter_a: Weight, adapter_b: Weight) -> jax.Array:
-        """The complete weight, with the product of its adapters added to the shards before they are cast and gathered.
-        `cut_of` chooses by axes: the adapter that has the axis along which the weight is cut is cut in the same way.
-        Any other adapter is gathered, in float32."""
+        """The complete weight, with the product of its adapters added to the shards before cast and gather. `cut_of`
+        chooses by axes: the adapter that has the axis along which the weight is cut is cut in the same way. Any other
+        adapter is gathered, in float32."""
         (spec, local), (spec_a, a), (spec_b, b) = weight, adapter_a, adapter_b
         cut = cut_of(spec, self.mesh)
         a, b = self._varying(spec_a, a), self._varying(spec_b, b)
@@ -419,9 +415,8 @@ class Fsdp:
 
 def _put(tree: Batch, shardings: PyTree, local: bool = False) -> Batch:
     """Puts host arrays onto the mesh. Every process fills its own devices. With `local`, the arrays are the rows of
-    this process; otherwise all processes have the same arrays, and each process takes its part.
-
-    Abstract arrays (`jax.ShapeDtypeStruct`) get their sharding, and nothing is allocated."""
+    this process; otherwise all processes have the same arrays, and each process takes its part. Abstract arrays
+    (`jax.ShapeDtypeStruct`) get their sharding, and nothing is allocated."""
     if _is_abstract(tree):
         return with_shardings(tree, shardings)
     if jax.process_count() == 1:

@@ -1,9 +1,9 @@
 """A weight is declared once; its abstract shape, initial value, sharding and gather derive from the declaration.
 
 Low-rank adapters (LoRA, arXiv:2106.09685) are weights, too: beside `q` (`[in..., out...]`, frozen) are `q_lora_a`
-(`[in..., R]`) and `q_lora_b` (`[R, out...]`), which are trained. No model reads adapters: when a layer is used, a walk
-adds `factor * a @ b` in float32 to the shard of `q` that a device holds, before it casts and gathers the sum. So every
-strategy computes with the same weights that engines get (`with_adapters`).
+(`[in..., R]`) and `q_lora_b` (`[R, out...]`), which are trained. No model reads adapters. When a layer is used, a walk
+adds `factor * a @ b` in float32 to the shard of `q` that a device holds, before it casts and gathers the sum. Every
+strategy thus computes with the weights that engines get (`with_adapters`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ CUT = ("V", "F", "D", "N", "K", "H", "X")  # logical axes, in the order in which
 
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
-    """The declaration of one weight: `axes` names each dimension of `shape` with a letter of the legend.
-
-    The spec of a layer's weight leaves out the stack's leading layer axis `L`.
-    """
+    """The declaration of one weight: `axes` names each dimension of `shape` with a letter of the legend. The spec of a
+    layer's weight leaves out the stack's leading layer axis `L`."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
@@ -81,12 +79,10 @@ class Cut:
 
 
 def cut_of(spec: WeightSpec, mesh: Mesh) -> Cut | None:
-    """The cut of this weight under FSDP, or None to replicate it. Mesh axes of size one are left out.
-
-    The cut goes through the first logical axis of `CUT` whose size is a multiple of the number of devices. If no axis
-    fits, outer mesh axes are left out: the weight is cut over the largest suffix of the mesh axes that fits, and
-    replicated over the other mesh axes. If no suffix fits, as may be with 3 devices, the weight is replicated over all.
-    """
+    """The cut of this weight under FSDP, or None to replicate it. Mesh axes of size one are left out. The cut goes
+    through the first logical axis of `CUT` whose size is a multiple of the number of devices. If no axis fits, outer
+    mesh axes are left out: the weight is cut over the largest suffix of the mesh axes that fits, and replicated over
+    the other mesh axes. If no suffix fits, as may be with 3 devices, the weight is replicated over all."""
     names = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
     for first in range(len(names)):
         axes = names[first:]
@@ -152,10 +148,8 @@ def _dispatch(nothing: jax.Array) -> jax.Array:
 
 
 def place_stack(layers: Iterable[np.ndarray], depth: int, sharding: Sharding) -> jax.Array:
-    """The stack `[L, ...]` of `depth` layers of one weight, assembled on its devices.
-
-    The host holds one layer at a time; a device holds its shards of the stack and of one layer.
-    """
+    """The stack `[L, ...]` of `depth` layers of one weight, assembled on its devices. The host holds one layer at a
+    time; a device holds its shards of the stack and of one layer."""
     stack: jax.Array | None = None
     for number, value in zip(range(depth), layers, strict=False):  # `layers` may have more than `depth`
         if stack is None:
@@ -194,7 +188,8 @@ def is_adapter(path: Path) -> bool:
 
 
 def attach(model: nnx.Module, paths: Iterable[Path], rank: int, factor: float, init_a: Initializer) -> None:
-    """Freezes all weights of an abstract model, and adds adapters to those at `paths`: `a` by `init_a`, `b` zero."""
+    """Freezes all weights of an abstract model, and adds adapters to the weights at `paths`: `a` by `init_a`, `b`
+    zero."""
     adapted_paths = set(paths)
     for keys, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         path = tuple(map(str, keys))
@@ -219,8 +214,8 @@ def attach(model: nnx.Module, paths: Iterable[Path], rank: int, factor: float, i
 
 
 def with_product(spec: WeightSpec, weight: Array, a: Array, b: Array) -> Array:
-    """Returns `weight + factor * a @ b`, computed in float32, in the dtype of `weight`. The arrays belong to one layer;
-    they are complete, or matching shards."""
+    """Returns `weight + factor * a @ b`, computed in float32, in the dtype of `weight`. The arrays belong to one layer,
+    and are complete or matching shards."""
     rank = a.shape[-1]
     flat = a.reshape(-1, rank), b.reshape(rank, math.prod(b.shape[1:]))
     product = jnp.matmul(*flat, precision=jax.lax.Precision.HIGHEST).reshape(weight.shape)
@@ -228,7 +223,7 @@ def with_product(spec: WeightSpec, weight: Array, a: Array, b: Array) -> Array:
 
 
 def without_adapters(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters, or a tree like them, without the adapters."""
+    """Parameters, or a tree of their structure, without the adapters."""
     return unflatten_dict({path: leaf for path, leaf in by_path(tree).items() if not is_adapter(path)})
 
 

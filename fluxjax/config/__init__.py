@@ -1,9 +1,9 @@
-"""The typed configuration: `configs/*.py` build it, flags override it, `validate()` checks it as a whole.
+"""The typed configuration, which `configs/*.py` build, flags override and `validate()` checks.
 
-Each field declares its bound (`fluxjax.config.bounds`) and the comment that `--help` shows. Nothing heavy is imported:
-the answers to `--help` and to a typo must come at once. Sections are mutable, because flags set fields after
-construction; a trainer settles its own copy, which then refuses assignments. Sections have slots, so that a
-configuration file cannot set a field that does not exist. No section is ever None.
+Each field declares its bound (`fluxjax.config.bounds`) and the comment that `--help` shows. This package imports
+nothing heavy, so that `--help` and errors are printed at once. Sections are mutable, since flags set fields after
+construction. A trainer settles its own copy, which then refuses assignments. Sections have slots, so that a
+configuration file cannot set a field that does not exist.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ from .servers import RolloutEngine, Route, ServersConfig, WeightsConfig
 
 @dataclasses.dataclass(slots=True)
 class FSDP(Chosen):
-    """Every device computes whole sequences."""
+    """Every device computes complete sequences."""
 
     spreads: ClassVar[bool] = False  # True if several devices may compute a sequence together
 
@@ -76,10 +76,10 @@ class FlexUlysses(Ulysses):
 
 @dataclasses.dataclass(slots=True)
 class ODC(Ulysses):
-    """Every device computes whole sequences at its own pace; sequences too long for a device come first, spread."""
+    """Each device computes sequences at its own pace. Sequences too long for one device come first, spread."""
 
     hybrid: bool = False  # parameters, gradients spread over devices_per_host devices; optimizer state over all devices
-    deterministic: bool = False  # gradients add up in an order fixed by the plan, bitwise; else as they arrive
+    deterministic: bool = False  # gradients add up in an order that the plan fixes, bit for bit; else as they arrive
 
 
 Strategy = FSDP | Ulysses | FlexUlysses | ODC
@@ -95,7 +95,7 @@ class Remat(enum.Enum):
     DOTS = "dots"  # the backward pass keeps a layer's input and products with weights, and computes the rest again
     LAYER = "layer"  # the backward pass keeps a layer's input
     OFFLOAD = "offload"  # the backward pass keeps a layer's input in the host's memory
-    AUTO = "auto"  # the first of these with which the run fits in the pre-flight; none if there is no pre-flight
+    AUTO = "auto"  # the first of these with which the run fits in the pre-flight; `none` without a pre-flight
 
 
 class Schedule(enum.Enum):
@@ -106,7 +106,7 @@ class Schedule(enum.Enum):
 
 # Architecture and sizes of the tiny model. In a tiny Qwen3-VL, the decoder reads every layer of the tower.
 TINY: Mapping[str, object] = {
-    "architecture": "qwen2_5_vl",  # or qwen3_vl, qwen3_5; of text alone: qwen2, qwen3, qwen3_5_text
+    "architecture": "qwen2_5_vl",  # or qwen3_vl, qwen3_5; for text alone: qwen2, qwen3, qwen3_5_text
     "hidden_size": 64,
     "intermediate_size": 160,
     "num_layers": 3,
@@ -128,7 +128,7 @@ TINY: Mapping[str, object] = {
 
 @dataclasses.dataclass(slots=True)
 class ModelConfig(Section):
-    path: str = ""  # a local Hugging Face checkpoint folder; empty: the tiny model below, random weights
+    path: str = ""  # a local Hugging Face checkpoint folder; empty: the tiny model below, with random weights
     # The architecture and the sizes of the tiny model, by the names of `fluxjax.config.TINY`.
     tiny: dict[str, object] = dataclasses.field(default_factory=lambda: dict(TINY))
     compute_dtype: DType = DType.FLOAT32  # type of the computation; master weights stay float32
@@ -157,28 +157,27 @@ class RolloutConfig(Section):
     )
     slots: int = positive(256)  # samples decoded at once by an engine
     max_sequence_tokens: int = positive(128)  # prompt plus response
-    # Tokens in the KV cache of each engine, shared by its slots. 0: as many as a server's memory allows; in the
-    # embedded engine as many as all slots may need, within half of the device memory that is free before the first
-    # request (on CPUs, whose free memory is not known: within 4 GiB).
+    # Tokens in the KV cache of each engine, shared by its slots. 0: a server takes what its memory allows; an embedded
+    # engine takes what all slots may need, within half of the free device memory (on CPUs within 4 GiB).
     kv_tokens: int = not_negative(0)
-    # Tokens a sample in a round of an embedded engine. 0: 4 on CPUs; on other devices 4 while samples wait or are near
-    # their limit, otherwise up to 64.
+    # Tokens that an embedded engine decodes for each sample in a round. 0: 4 on CPUs; on other devices 4 while samples
+    # wait or are near their limit, otherwise up to 64.
     steps_per_sync: int = not_negative(0)
     # The number of embedded engines. Each engine has its own devices if the host has enough. 0: an engine for every
-    # parallelism.degree accelerators of the host; on a CPU, whose devices share its cores, one engine.
+    # parallelism.degree accelerators of the host; one engine on a CPU.
     engines: int = not_negative(0)
-    # Groups whose responses are equal in this field are not trained on; other prompts are drawn for them (DAPO).
+    # Groups whose responses are equal in this field are replaced by groups of other prompts (DAPO).
     dynamic_sampling: DynamicSampling = DynamicSampling.OFF
     max_num_gen_batches: int = not_negative(10)  # most batches of prompts_per_step prompts for a step; 0: no bound
 
     @property
     def tempered(self) -> bool:
-        """Returns True if the temperature changes, so that each response has its own."""
+        """Returns True if the temperature follows a schedule."""
         return isinstance(self.temperature, str)
 
     @property
     def fixed_temperature(self) -> float:
-        """The temperature if it is a number; 1 in the place of a schedule."""
+        """The temperature if it is a number; 1 if it is a schedule."""
         return 1.0 if isinstance(self.temperature, str) else self.temperature
 
 
@@ -191,16 +190,16 @@ class OptimConfig(Section):
     eps: float = positive(1e-8)  # Adam's epsilon, added to the root of the second moment
     weight_decay: float = not_negative(0.0)  # for matrices and embeddings, not for norms and biases
     max_grad_norm: float = not_negative(1.0)  # gradients are clipped to this global norm; 0: no clipping
-    moments_dtype: DType = DType.FLOAT32  # type of Adam's stored moments; they are computed in float32
+    moments_dtype: DType = DType.FLOAT32  # type of Adam's stored moments; moments are computed in float32
 
 
 @dataclasses.dataclass(slots=True)
 class ShardingConfig(Section):
     strategy: Strategy = choice(FSDP, Ulysses, FlexUlysses, ODC)  # noqa: RUF009
     devices: int = not_negative(0)  # devices that train; 0: all that JAX sees
-    remat: Remat = Remat.NONE  # not offload under odc
-    preflight: bool = True  # on GPUs, train compiles its largest programs first, and refuses what does not fit
-    device_memory_gib: float = not_negative(0.0)  # memory for a run; 0: what JAX may use of a GPU, no check on CPUs
+    remat: Remat = Remat.NONE  # offload is not possible under odc
+    preflight: bool = True  # on GPUs, train first compiles its largest programs, and ends if they do not fit in memory
+    device_memory_gib: float = not_negative(0.0)  # memory of a device; 0: what JAX may use of a GPU, no check on CPUs
     devices_per_host: int = positive(8)  # flex_ulysses: sequences stay within a host if they fit; odc: see hybrid
     calibration: str = ""  # file of `python benchmarks/calibrate.py`; empty: flex_ulysses counts length**2, odc FLOPs
     compile_ahead: int = not_negative(0)  # steps for which a new shape compiles in the background; 0: at once; not odc
@@ -219,7 +218,7 @@ class PackingConfig(Section):
 @dataclasses.dataclass(slots=True)
 class CheckpointConfig(Section):
     every: int = not_negative(50)  # steps; 0: only at the end
-    keep: int = positive(2)  # the newest checkpoints that are kept; older ones are removed
+    keep: int = positive(2)  # number of the newest checkpoints that are kept
 
 
 @dataclasses.dataclass(slots=True)
@@ -273,10 +272,11 @@ class Config(Section):
     servers: ServersConfig = dataclasses.field(default_factory=ServersConfig)
     weights: WeightsConfig = dataclasses.field(default_factory=WeightsConfig)
     policy: Policy = choice(SynchronousConfig, TailBatchingConfig, AprilConfig, AdaptiveAsyncConfig)  # noqa: RUF009
-    # Devices of half of the engines compute gradients of complete groups while the others generate (Flexes, 4.4).
+    # Devices of half of the engines compute gradients of complete groups while other engines generate (Flexes, 4.4).
     stream_trainer: bool = False
-    # Training begins before a step's groups are complete, if the incomplete groups are predicted to end, with this
-    # confidence, while gradients of complete groups are computed (Flux, insight 2). 0: training waits.
+    # Training of a step begins early if its incomplete groups are predicted to end while gradients of complete groups
+    # are computed (Flux, insight 2). The value is the least confidence of the prediction. 0: training waits for all
+    # groups.
     speculative_sync: float = within(0.0, "[0, 1)")
     parallelism: ParallelismConfig = dataclasses.field(default_factory=ParallelismConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)

@@ -15,7 +15,8 @@ PLAIN = str | int | float | bool | list | tuple | None  # types of the values of
 
 
 class Section:
-    """The base of the dataclasses of settings. A settled section refuses assignments, a copy of it does not."""
+    """The base of the dataclasses of settings. A settled section refuses assignments; copies of the section accept
+    assignments."""
 
     __slots__ = ("_settled",)
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -33,7 +34,7 @@ class Section:
             for entry in value.values() if isinstance(value, Mapping) else [value]:
                 if isinstance(entry, Section):
                     entry.settle()
-        self._settled = id(self)  # a copy has another id, so it is not settled
+        self._settled = id(self)  # a copy has another id, and is not settled
 
 
 def bounded(default: T, holds: Callable[[Any], bool], allowed: str) -> T:
@@ -109,7 +110,8 @@ def variant(kind: type) -> str:
 
 
 def scheduled(default: float, interval: str, why: str = "") -> Any:
-    """Declares a field that is a number or the text of a schedule; `interval` bounds the values of both."""
+    """Declares a field that is a number or the text of a schedule. `interval` bounds the number, or the schedule's
+    values."""
     declared: Any = within(default, interval, why)
     low, high = (float(end) for end in interval[1:-1].split(","))
     return dataclasses.field(default=default, metadata={**declared.metadata, "schedule": (low, high)})
@@ -123,11 +125,9 @@ def is_port(text: str) -> bool:
 
 def check_fields(section: Any, prefix: str = "") -> None:
     """Raises `ConfigError`, naming the field, unless each field has the type of its default and is within its bound.
-
-    Numbers must be finite. An int may stand for a float. A field that allows objects is not checked, nor is the text
-    of a schedule. Sections within `section`, and in its dictionaries, are checked. A dictionary whose default is not
-    empty may have only the keys of the default.
-    """
+    Numbers must be finite. An int may stand for a float. A field that allows objects is not checked, nor is the text of
+    a schedule. Sections within `section`, and in its dictionaries, are checked. A dictionary whose default is not empty
+    may have only the keys of the default."""
     for field in dataclasses.fields(section):
         name, metadata = prefix + field.name, field.metadata
         value: Any = getattr(section, field.name)
@@ -189,7 +189,7 @@ def flatten(section: Section | Mapping[str, Any], prefix: str = "") -> Iterator[
 
 
 def children(section: Section | Mapping[str, Any]) -> Mapping[str, object]:
-    """Returns the fields of a section, or the entries of a dictionary, by name; for an object, its `label`."""
+    """Returns the fields of a section, or the entries of a dictionary, by name. An object's entry is its `label`."""
     if isinstance(section, Mapping):
         return section
     values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}

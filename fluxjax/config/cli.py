@@ -1,8 +1,8 @@
 """Reads a command line into a `Config`: `--config=FILE[:variant]` and `--config.section.field=value`.
 
 A command line may not change a field that is not read because of another setting. A configuration file may, because it
-can prepare more than one choice, as `configs/vlm.py` does for several policies; `remarks` names the fields that are not
-read. `NEEDS` lists only choices of behaviour: nobody must be told that `warm_start.lr` does nothing in 0 steps.
+can prepare several choices; `remarks` names the fields that are not read. `NEEDS` lists only choices of behaviour.
+Obvious conditions, such as `warm_start.lr` with 0 steps, are left out.
 
 This module imports nothing heavy, so that `--help` and errors are printed at once.
 """
@@ -90,7 +90,7 @@ NEEDS = (
     Need(f"{_CLIPS} algorithm.loss_aggregation algorithm.importance", _ALGORITHM, "another", _of_tokens),
     Need(_ENTROPY, _ALGORITHM, "another", lambda config: config.algorithm.label not in ("dpo", "distillation")),
     Need("data.near_gib", "data.preprocessors", "above 0"),
-    Need("servers weights.route weights.agents", "rollout.engine", "serve or sglang"),  # jax reads weights.folder
+    Need("servers weights.route weights.agents", "rollout.engine", "serve or sglang"),  # jax reads weights.folder, too
     Need("rollout.steps_per_sync", "rollout.engine", "jax"),
     Need("weights.folder weights.agents", "weights.route", "auto or orbax"),
     Need("algorithm.importance.bounds", _KIND, "truncate or mask"),
@@ -179,11 +179,9 @@ C = TypeVar("C", bound=Config)
 
 
 def parse(argv: Sequence[str], doc: str, kind: type[C] = Config, default: str = DEFAULT_CONFIG) -> C:
-    """Returns the validated configuration of a command line (without the program's name).
-
-    A command that needs more than `Config` has its own `kind`, and its own file as the `default`. Exits with status 0
-    after `--help`, with status 2 and one line on standard error if anything is wrong.
-    """
+    """Returns the validated configuration of a command line (without the program's name). A command that needs more
+    than `Config` has its own `kind`, and its own file as the `default`. Exits with status 0 after `--help`, with status
+    2 and one line on standard error if anything is wrong."""
     try:
         asked = [number for number, arg in enumerate(argv) if arg in ("--help", "-h", "-help")]
         if asked:
@@ -198,7 +196,7 @@ def parse(argv: Sequence[str], doc: str, kind: type[C] = Config, default: str = 
 
 
 def load(argv: Sequence[str], kind: type[C] = Config, default: str = DEFAULT_CONFIG) -> C:
-    """Does what `parse` does, but raises `ConfigError` instead of exiting."""
+    """Returns what `parse` returns. Raises `ConfigError` instead of exiting."""
     selected, overrides = default, []
     for arg in argv:
         name, equals, value = arg.removeprefix("-").removeprefix("-").partition("=")

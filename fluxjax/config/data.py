@@ -23,7 +23,7 @@ class RewardTerm(Section):
 
 @dataclasses.dataclass(slots=True)
 class RewardKindConfig(Section):
-    """The bounds of one kind of rewards. Built-in rules (`exact`, ...) have none: they take microseconds."""
+    """The bounds of one kind of rewards. Built-in rules (`exact`, ...) take microseconds, and have no bounds."""
 
     seconds: float = positive(10.0)  # seconds that a call may take, for one response or for a batch
     concurrency: int = positive(8)  # calls at the same time
@@ -57,9 +57,8 @@ class RewardsConfig(Section):
 
 
 def term_weights(terms: Mapping[str, RewardTerm], field: str) -> dict[str, RunSchedule]:
-    """Returns the weights of the terms, by name; `field` is the field that holds them. Raises `ConfigError` for a
-    weight that can't be read, or that depends on more than the run's progress: all samples of a prompt are weighed
-    alike."""
+    """Returns the weights of the terms, by name; `field` is the name of the field with the terms. Raises `ConfigError`
+    for a weight that can't be read, or that depends on more than the run's progress."""
     weights: dict[str, RunSchedule] = {}
     for name, term in terms.items():
         where = f"{field}.{name}.weight"
@@ -79,7 +78,7 @@ class SourceConfig(Section):
     eval_path: str = ""  # held-out records, in the same format
     weight: float = positive(1.0)  # how often prompts are drawn from this source, relative to others
     reward: str = "exact"  # a name in `fluxjax.rewards`, or module:attribute
-    # Several rewards in the place of `reward`, by name: their weighted sum counts.
+    # Several rewards in the place of `reward`, by name. Their weighted sum counts.
     rewards: dict[str, RewardTerm] = dataclasses.field(default_factory=dict, metadata={"entries": RewardTerm})
     eval_reward: str = ""  # the reward of held-out prompts, named as `reward`; empty: the same as in training
     # Names of the file's columns for prompt, answer, images, videos, id. The usual names are recognised

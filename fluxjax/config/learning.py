@@ -3,10 +3,9 @@ and adapters.
 
 Numbers that may change during a run may be schedules, written as text: see `fluxjax.config.schedules`.
 
-`OWN_SETTINGS` has the settings in which an algorithm's paper differs from the defaults here. Choosing the name sets
-them, on the command line (`--config.algorithm.name=dr_grpo`) or by `AlgorithmConfig.of("dr_grpo")`; settings that are
-given beside the name overrule an algorithm's own settings. So a run's settings always say what is computed, and no
-value means "as the algorithm likes".
+`OWN_SETTINGS` has the settings in which an algorithm's paper differs from the defaults here. Choosing an algorithm sets
+its settings, by `--config.algorithm.name=dr_grpo` or by `AlgorithmConfig.of("dr_grpo")`. Settings that are given beside
+the name overrule an algorithm's own settings.
 """
 
 import copy
@@ -19,14 +18,14 @@ from typing import Any
 from ..base.errors import ConfigError
 from .bounds import Chosen, Section, bounded, label, not_negative, pair, positive, power_of_two, scheduled, within
 
-MAX_DEGREE = 8  # the most devices of an engine: those of a host
+MAX_DEGREE = 8  # the most devices of an engine, which are on one host
 PREFERENCES = ("stalest", "stratify", "curriculum", "diversity", "lengths")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DELTA_TARGETS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")  # of layers with Gated DeltaNet
 
 
 class DynamicSampling(enum.Enum):
-    """The field of `Reward` that tells the responses of a group apart in dynamic sampling."""
+    """The field of `Reward` by which dynamic sampling compares the responses of a group."""
 
     OFF = "off"  # groups of equal rewards are trained on, too
     CORRECT = "correct"  # whether the response is correct, whatever its reward, as in DAPO and verl; true means this
@@ -66,10 +65,10 @@ class SynchronousConfig(Chosen):
 @dataclasses.dataclass(slots=True)
 class TailBatchingConfig(Chosen):
     """Prompts with long answers wait for rounds in which no response is cut off. With the defaults, runs learned as
-    well as with synchronous training; Flexes has 1.25, 1.25 and 0 (`docs/log.md`)."""
+    well as with synchronous training; the values of Flexes are 1.25, 1.25 and 0 (`docs/log.md`)."""
 
-    prompts: float | str = scheduled(2.0, "[1, 8]")  # prompts launched in short rounds, for each that a step needs
-    responses: float | str = scheduled(1.0, "[1, 8]")  # responses launched in short rounds, for each that a group needs
+    prompts: float | str = scheduled(2.0, "[1, 8]")  # prompts launched in short rounds for each prompt of a step
+    responses: float | str = scheduled(1.0, "[1, 8]")  # responses launched in short rounds for each response of a group
     # Versions that a long round's groups may be behind: max_staleness + 1 steps share these groups.
     max_staleness: int = not_negative(1)
 
@@ -82,7 +81,7 @@ class TailBatchingConfig(Chosen):
 class AprilConfig(Chosen):
     """More prompts than needed are under way; unfinished responses go on in the next round."""
 
-    oversample: float = within(1.5, "[1, 8]")  # prompts under way for each one that a step needs
+    oversample: float = within(1.5, "[1, 8]")  # prompts under way for each prompt that a step needs
     max_staleness: int = not_negative(4)  # versions; a group that began earlier loses its tokens and starts afresh
 
     @property
@@ -95,10 +94,11 @@ class AdaptiveAsyncConfig(Chosen):
     """Generation runs ahead of training, as far as staleness allows (Flux, component 1)."""
 
     max_staleness: int = not_negative(4)  # versions; older tokens are never trained on
-    # In [0, 1]: see `staleness` in `fluxjax.coordinator.policies.adaptive_async`. A number or a schedule.
+    # The staleness, in [0, 1], that training is steered to (`staleness` in
+    # `fluxjax.coordinator.policies.adaptive_async`). A number or a schedule.
     target_staleness: float | str = scheduled(0.15, "[0, 1]")
-    # The share of max_staleness by which generation runs ahead when the run begins. The share adapts later, but 0
-    # (always synchronous) and 1 (always all of max_staleness) stay.
+    # The share of max_staleness by which generation runs ahead when the run begins. The share adapts later, unless it
+    # is 0 (always synchronous) or 1 (always all of max_staleness).
     ratio: float = within(0.5, "[0, 1]")
     interrupt: bool = True  # engines get new weights at once, while responses go on; False: after all responses end
     # Preferences by which a step's groups are chosen among the scored groups (Flux, component 4): stalest (oldest
@@ -121,8 +121,8 @@ class ParallelismConfig(Section):
     """Flexes, section 4.2: tensor parallelism of the engines."""
 
     degree: int = power_of_two(1)  # devices of an engine, at the start
-    # The least degree, so that an engine's devices have room for weights and a cache. The degree is chosen anew each
-    # step, by preemptions. 0: the degree stays.
+    # The smallest degree that may be chosen: an engine's devices must have room for weights and a cache. The degree is
+    # chosen anew each step, by preemptions. 0: the degree stays.
     min_degree: int = power_of_two(0)
     profile: str = ""  # file of `python benchmarks/engine_profile.py`, for the first degree; empty: none
 
@@ -137,7 +137,7 @@ class ImportanceConfig(Section):
     """Flux, component 3: one correction for staleness, mixed versions and replay."""
 
     kind: Importance = Importance.NONE  # way to keep ratios from growing: truncate or mask
-    level: ImportanceLevel = ImportanceLevel.TOKEN  # a token's ratio, or its response's (scores all tokens first)
+    level: ImportanceLevel = ImportanceLevel.TOKEN  # ratio of a token, or of its response (all tokens scored first)
     # The smallest and the largest ratio that count: truncate cuts larger ratios, mask leaves out tokens outside.
     bounds: tuple[float, float] = pair((0.5, 2.0), "[0, 1)", "(1, inf)", "a ratio of 1 counts")
     decay: float = within(1.0, "(0, 1]")  # factor of a token's weight for each version that the token is behind; 1: off
@@ -146,7 +146,7 @@ class ImportanceConfig(Section):
 
     @property
     def whole(self) -> bool:
-        """Returns True if a token's weight depends on other tokens: then all tokens are scored before the step."""
+        """Returns True if a token's weight depends on other tokens, so that all tokens are scored before the step."""
         return self.level is ImportanceLevel.SEQUENCE or self.normalize
 
 
@@ -193,9 +193,9 @@ _RELATIVE = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus
 
 @dataclasses.dataclass(slots=True)
 class AlgorithmConfig(Section):
-    # A built-in algorithm, chosen with its own settings; or your algorithm as module:attribute: a class, an object, or
-    # a module with the two functions that `fluxjax.algorithms.rl_algorithm` names. In Python also the object itself,
-    # which is never copied; a run's folder has only the name of the object's class.
+    # A built-in algorithm, chosen with its own settings, or module:attribute of your own algorithm. The attribute is a
+    # class, an object, or a module with the two functions that `fluxjax.algorithms.rl_algorithm` names. In Python,
+    # `name` may also be the object, which is never copied; a run's folder then has the name of the object's class.
     name: Any = dataclasses.field(default="grpo", metadata={"object": True})
     normalize_std: bool = True  # divide advantages by the group's standard deviation; False as in Dr.GRPO
     clip_low: float = not_negative(0.2)  # ratios below 1 - clip_low are clipped
@@ -206,7 +206,7 @@ class AlgorithmConfig(Section):
     # A training step makes minibatches * epochs optimizer steps; a prompt's responses stay in one minibatch.
     minibatches: int = positive(1)  # parts into which the prompts of a training step are dealt
     epochs: int = positive(1)  # times that a training step goes through its minibatches
-    entropy_coefficient: float = not_negative(0.0)  # > 0 rewards undecided next-token distributions
+    entropy_coefficient: float = not_negative(0.0)  # > 0 rewards next-token distributions of high entropy
     kl_coefficient: float = not_negative(0.0)  # > 0 keeps a frozen reference model
     kl_estimator: KlEstimator = KlEstimator.K3  # estimator of the KL from the reference
     kl_in_reward: bool = False  # a response's reward loses kl_coefficient * its KL; else the KL is in the loss
@@ -221,8 +221,8 @@ class AlgorithmConfig(Section):
         return cls(**{"name": name, **OWN_SETTINGS.get(name, {}), **settings})
 
     def choose(self, name: str) -> None:
-        """Sets the own settings of the algorithm `name`. Own settings of the previous algorithm get their defaults,
-        unless they were changed."""
+        """Sets the own settings of the algorithm `name`. Own settings of the previous algorithm that were not changed
+        get their defaults."""
         fresh = AlgorithmConfig()
         for field, value in OWN_SETTINGS.get(self.label, {}).items():
             if getattr(self, field) == value:
@@ -237,7 +237,7 @@ class AlgorithmConfig(Section):
 
     @property
     def relative(self) -> bool:
-        """Returns True if the algorithm is built in and compares the responses of a group, which must be several."""
+        """Returns True if the algorithm is built in and compares the responses of a group."""
         return self.label in _RELATIVE
 
     @property

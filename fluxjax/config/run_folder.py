@@ -54,11 +54,9 @@ def lock(folder: pathlib.Path) -> contextlib.ExitStack:
 
 def lock_file(file: str | os.PathLike[str], *, wait: bool = True) -> contextlib.ExitStack:
     """Locks `file` for this process until the returned stack is closed or the process ends in any way. Forked children
-    do not hold the lock. On a file system without locks, nothing is locked, and the log has a warning.
-
-    Raises `filelock.Timeout` if another process holds the lock and `wait` is False, other OSErrors if the file cannot
-    be written.
-    """
+    do not hold the lock. On a file system without locks, nothing is locked, and the log has a warning. Raises
+    `filelock.Timeout` if another process holds the lock and `wait` is False, other OSErrors if the file cannot be
+    written."""
     held = contextlib.ExitStack()
     try:
         held.enter_context(FileLock(file, blocking=wait, thread_local=False, fallback_to_soft=False))

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError
 
-if TYPE_CHECKING:  # the types of groups load JAX, and the command line must be checked earlier
+if TYPE_CHECKING:  # the types of groups import JAX, which is too slow for `--help`
     from ..base.types import Group, Prompt
     from . import Config
 
@@ -41,13 +41,13 @@ class RunSchedule(abc.ABC):
 
     @abc.abstractmethod
     def value(self, progress: float, prompt: Prompt | None = None) -> float:
-        """Returns the value at `progress` (clipped to [0, 1]), for a prompt if there is one."""
+        """Returns the value at `progress` (clipped to [0, 1]), for `prompt` if it is given."""
 
     def observe(self, metrics: Mapping[str, float]) -> None:  # noqa: B027 - most schedules have nothing to learn
         """Takes in the metrics of a training step."""
 
     def observe_group(self, group: Group) -> None:  # noqa: B027
-        """Takes in how a prompt's responses were scored."""
+        """Takes in the scores of a prompt's responses."""
 
     def state_dict(self) -> dict[str, object]:
         """Returns the schedule's state as JSON values."""
@@ -86,9 +86,9 @@ class Pid(RunSchedule):
     """Moves its value so that a metric approaches `target` (Flux, component 1). Training steps without the metric, or
     with a metric that is not finite, change nothing.
 
-    Each update adds `kp * error + ki * sum of errors + kd * change of the error`, with `error = target - metric`; the
-    unit of time is one update. Anti-windup: if the value would leave the bounds, the sum of errors is cut back until
-    the value just reaches a bound. So when the error changes its sign, the value leaves the bound at once.
+    Each update adds `kp * error + ki * sum of errors + kd * change of the error`, with `error = target - metric`. The
+    unit of time is one update. If the value would leave the bounds, the sum of errors is cut back until the value just
+    reaches a bound (anti-windup). When the error changes its sign, the value then leaves the bound at once.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Pid(RunSchedule):
         self.metric, self.target = metric, target
         self._kp, self._ki, self._kd = kp, ki, kd
         self._sum = 0.0
-        self._last: float | None = None  # the error of the update before
+        self._last: float | None = None  # the previous update's error
 
     def value(self, progress: float, prompt: Prompt | None = None) -> float:
         return self.now
@@ -130,7 +130,7 @@ class Pid(RunSchedule):
         bounded = self._bounded(wanted)
         if bounded != wanted and self._ki:
             reaching = (bounded - self.now - direct) / self._ki
-            self._sum = min(max(reaching, min(0.0, self._sum)), max(0.0, self._sum))  # nearer to 0, never past it
+            self._sum = min(max(reaching, min(0.0, self._sum)), max(0.0, self._sum))  # never past 0
         self.now = bounded
         return self.now
 
@@ -148,10 +148,8 @@ class Pid(RunSchedule):
 
 
 class Success(RunSchedule):
-    """Goes from `none`, if no response of a prompt's last group was right, to `all`, if all were right.
-
-    A new prompt counts with its source's average share of right responses, or with 0.5 before the source's first group.
-    """
+    """Goes from `none`, if no response of a prompt's last group was right, to `all`, if all were right. A new prompt
+    counts with its source's average share of right responses, or with 0.5 before the source's first group."""
 
     def __init__(self, none: float, all: float) -> None:
         self.none, self.all = none, all
@@ -239,11 +237,9 @@ def make_schedules(config: Config) -> dict[str, RunSchedule]:
 def parse(
     text: str, field: str, low: float = -math.inf, high: float = math.inf, *, per_prompt: bool = True
 ) -> RunSchedule:
-    """Returns the schedule that `text` describes, as the module's docstring says; `field` is the field that holds it.
-
-    Raises `ConfigError`, naming the field, the text and what is allowed, for a text that is no schedule, for values
-    outside of [low, high], and, unless `per_prompt`, for schedules that differ between sources or prompts.
-    """
+    """Returns the schedule that `text`, the value of `field`, describes in the form of the module's docstring. Raises
+    `ConfigError`, naming the field and what is allowed, for a text that is no schedule, and for values outside of [low,
+    high]. Without `per_prompt`, raises it also for schedules that differ between sources or prompts."""
     parts = [part.strip() for part in text.split(";") if part.strip()]
     try:
         if ":" not in text and len(parts) != 1:

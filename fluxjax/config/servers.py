@@ -27,9 +27,9 @@ class ServersConfig(Section):
     count: int = positive(1)  # servers that the run starts on its host; without effect if there are addresses
     addresses: tuple[str, ...] = ()  # servers that others start: ("http://127.0.0.1:30000",); FLUXJAX_TOKEN is sent
     # Flags of servers that the run starts: ("--tp-size", "{degree}", "--base-gpu-id", "{device}"). {server} is a
-    # server's number, {degree} the number of its devices, {device} the first device, {devices} all, as in 2,3.
+    # server's number, {degree} the number of its devices, {device} the first device, {devices} all devices, as in 2,3.
     flags: tuple[str, ...] = ()
-    # Environment variables of these servers, filled in as flags are: ("CUDA_VISIBLE_DEVICES={devices}",).
+    # Environment variables of servers that the run starts, filled in as flags are: ("CUDA_VISIBLE_DEVICES={devices}",).
     environment: tuple[str, ...] = ()
     python: str = ""  # the interpreter that has SGLang; empty: the run's interpreter
     start_seconds: float = positive(600.0)  # seconds that a server may take to start, or to be up again after a failure
@@ -95,7 +95,7 @@ class Route(enum.Enum):
 class WeightsConfig(Section):
     """The route of new weights to rollout servers, if rollout.engine is serve or sglang."""
 
-    route: Route = Route.AUTO  # auto: shm on this host; to other hosts orbax, or bucket without weights.folder
+    route: Route = Route.AUTO  # way of new weights to the servers
     folder: str = ""  # orbax: a folder that this host and the servers' hosts see under this name
     agents: tuple[str, ...] = ()  # orbax: python -m rollout.weights.agent for each of servers.addresses, in their order
 

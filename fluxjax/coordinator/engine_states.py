@@ -13,7 +13,8 @@ from .messages import Request
 
 
 class EngineStates:
-    """The engines' weights and loads. Policies read them and call `route`; only the `Coordinator` changes them."""
+    """The engines' weights and loads. Policies read weights and loads, and call `route`; only the `Coordinator` changes
+    them."""
 
     def __init__(self, engines: int, degree: int = 1, kv_tokens: int = 0) -> None:
         self.degree = degree  # devices of each engine
@@ -83,7 +84,6 @@ class _Rate:
         self._amount = self._seconds = 0.0
 
     def add(self, amount: int, seconds: float) -> float:
-        """Adds a measurement and returns the new rate."""
         self._amount = self._kept * self._amount + amount
         self._seconds = self._kept * self._seconds + seconds
         return self._amount / self._seconds
@@ -137,8 +137,8 @@ class ParallelismPlanner:
     """Chooses for each step the number of devices of an engine (Flexes, section 4.2).
 
     An engine whose cache is full takes pages from running responses, and computes the pages again later: a preemption.
-    More devices in an engine leave more room beside the weights, but mean fewer engines and more communication. So a
-    sudden rise of preemptions doubles the degree, and several steps without preemptions halve the degree.
+    More devices in an engine leave more room beside the weights, but mean fewer engines and more communication. A
+    sudden rise of preemptions therefore doubles the degree, and several steps without preemptions halve the degree.
 
     `degree` is the number of devices that an engine should have now: a power of two within `[least, most]`.
 
@@ -147,7 +147,7 @@ class ParallelismPlanner:
     """
 
     max_degree = MAX_DEGREE  # devices of a host, within which an engine stays
-    rise = 1.05  # the degree doubles if preemptions exceed this many times those of the step before
+    rise = 1.05  # multiple of the previous step's preemptions above which the degree doubles
     calm = 4  # the degree halves after this many steps without preemptions
 
     def __init__(self, settings: ParallelismConfig, devices: int = 0, start: int = 0) -> None:

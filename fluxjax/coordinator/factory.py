@@ -18,9 +18,8 @@ def make_coordinator(
     config: Config, policy: Callable[[], SchedulingPolicy] | None = None, **changes: Any
 ) -> Coordinator:
     """Builds the coordinator of `config`, with the user's `policy` if it is given, and with `changes` of `Settings`.
-
-    Raises `ConfigError` for a schedule or a profile that can't be read. With a `policy`, raises it for settings that
-    only built-in policies read."""
+    Raises `ConfigError` for a schedule or a profile that can't be read. With a `policy`, raises `ConfigError` also for
+    settings that only built-in policies read."""
     switches = ("rollout.dynamic_sampling", "stream_trainer", "speculative_sync")
     if policy and (names := " and ".join(name for name in switches if attrgetter(name)(config))):
         raise ConfigError(f"{names} would do nothing: a policy of your own is given; hand it what it needs yourself")

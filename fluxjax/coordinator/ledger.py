@@ -1,7 +1,7 @@
 """The books of the coordinator: the stage of every prompt and every response of the run.
 
 A prompt is drawn, waits, is generated, has its responses scored, and is then either trained on exactly once or skipped
-with a reason. The runtime's reports may be late, repeated or about an attempt that was given up: such reports change
+with a reason. The runtime's reports may be late, repeated or about an attempt that was given up. These reports change
 only the counts of `ignored`. Any other contradiction is a `CoordinatorError`, which ends the run.
 """
 
@@ -99,7 +99,7 @@ class Skipped:
 
 
 class Ledger:
-    """The books that the module's docstring describes. Policies read them; only the `Coordinator` writes."""
+    """The books that the module's docstring describes. Policies read the books; only the `Coordinator` writes."""
 
     def __init__(self, varied_in: str = "correct") -> None:
         self._varied_in = varied_in  # the field of rewards that dynamic sampling compares
@@ -130,7 +130,7 @@ class Ledger:
         return len(self.entries)
 
     def at(self, *stages: PromptStage) -> list[Entry]:
-        """Returns the prompts at these stages, stage after stage, each in draw order."""
+        """Returns the prompts at these stages, stage after stage, each stage in draw order."""
         found = []
         for stage in stages:
             entries = self._stages[stage]

@@ -1,14 +1,13 @@
-"""Predicts the length of a response, learning online from prompts, earlier epochs and other responses of its group.
+"""Predicts the length of a response, learning online from prompts, earlier epochs and other responses of the group.
 
 Papers: Flux, insight 2 ("long-tail rollouts are predictable": prompt length, task, history, complexity); Flexes,
 section 4.4, which projects KV-cache use by the prediction. The model of ln(tokens) of response j of prompt i is
 
     weights[source] . features(i) + effect(i) + noise(j),
 
-with weights by ridge regression (`Level`); each source's weights are shrunk towards the weights of all sources. A
-prompt's effect is shrunk less if more of its responses were observed; the variances of effect and noise are estimated
-for each source.
-`expected_tokens` conditions the prediction on the tokens that a running response already has.
+with weights by ridge regression (`Level`). Each source's weights are shrunk towards the weights of all sources. A
+prompt's effect is shrunk less if more of its responses were observed. The variances of effect and noise are estimated
+for each source. `expected_tokens` conditions the prediction on the tokens that a running response already has.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _WORD = re.compile(r"[^\W\d_]+")
 _DIGIT = re.compile(r"\d")
 _MARK = re.compile(r"[\\^_={}()\[\]+*/<>$|-]")
 _SOLVE_EVERY = 32  # responses between two solutions; fewer at first, more after thousands of responses
-# The number of later responses after which a response has lost most of its weight: the model follows the policy.
+# The number of later responses after which a response has lost most of its weight. The model thus follows the policy.
 _MEMORY = 16_384
 _TYPICAL = math.log(256)  # ln(tokens) of a response, before any observation
 _VARIANCE = 0.6  # variance of ln(length), between prompts and again within a prompt, before any observation
 _STRENGTH = 16  # the number of observations that the prior variance counts as
-_SMALLEST = 1e-4  # the least variance of ln(length): even lengths that the prompt determines are rounded
+_SMALLEST = 1e-4  # the least variance of ln(length)
 
 
 def features(prompt: Prompt) -> np.ndarray:
@@ -72,11 +71,9 @@ def _prior_variances(intercept: float, dense: float, words: float) -> np.ndarray
 
 class Level:
     """A recursive ridge regression of ln(length) on `features`, with the variances of ln(length) `within` and `between`
-    prompts. A level covers all sources, or one source; a source's `parent` is the level of all.
-
-    Sufficient statistics are exact; after every few responses the weights are solved for again. Older responses count
-    less: the regression looks back about `_MEMORY` responses.
-    """
+    prompts. A level covers all sources, or one source; a source's `parent` is the level of all sources. Sufficient
+    statistics are exact. The weights are solved for again after every few responses. The regression looks back about
+    `_MEMORY` responses."""
 
     def __init__(self, parent: Level | None = None) -> None:
         self._parent = parent
@@ -94,7 +91,7 @@ class Level:
         self.covariance = np.diag(prior)
         self.version = 0  # grows by one at every solution
         self.within = self.between = _VARIANCE
-        self.shift = 0.0  # recent change of ln(length), beside the regression
+        self.shift = 0.0  # recent change of ln(length) that the regression does not explain
         self.sums = [0.0] * 4  # squares within groups, their count, squared residuals, their count
         if parent is not None:
             self._settle()
@@ -102,8 +99,8 @@ class Level:
     def learn(self, x: np.ndarray, y: float, weight: float, within: float | None, residual: float) -> None:
         """Enters a response with its squared deviation `within` its group (None for a group's first response) and its
         squared residual from the regression."""
-        # Only the residual of a group's first response counts: the regression knows the group when later responses
-        # arrive, so their residuals are too small.
+        # Only the residual of a group's first response counts. The residuals of later responses are too small, since
+        # the regression has learnt from the first response.
         if within is None:
             self.sums[2] += residual
             self.sums[3] += 1
@@ -124,7 +121,7 @@ class Level:
         within *= total / (within + between)
         self.within = max((_STRENGTH * within + squares) / (_STRENGTH + pairs), _SMALLEST)
         self.between = max(total - self.within, 0.02 * total, _SMALLEST)
-        # Responses of one prompt share its effect: together they count like fewer independent responses.
+        # Responses of one prompt share its effect, and count together like fewer independent responses.
         size = (pairs + groups) / max(groups, 1.0)
         self._solve(parent.weights if parent else self._start, self.within + size * self.between)
         kept = (1 - 1 / _MEMORY) ** self.fresh  # the factor on all observations so far
@@ -202,11 +199,9 @@ def _standard(mu: float, sigma: float, tokens: float) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Censored:
-    """A response that has more than a given number of tokens, as the Tobit model sees it (natural log units).
-
-    The observation `working`, with the weight `information`, moves an estimate of mu as the censored response does (one
-    Newton step). `mean` and `variance` are the moments of ln(length), given the censored response.
-    """
+    """A response that has more than a given number of tokens, as the Tobit model sees it (natural log units). The
+    observation `working`, with the weight `information`, moves an estimate of mu as the censored response does (one
+    Newton step). `mean` and `variance` are the moments of ln(length), given the censored response."""
 
     working: float
     information: float  # in units of one finished response, at most 1
@@ -246,7 +241,7 @@ class _SeenResponses:
     past: float = 0.0  # mean deviation of ln(length) of earlier draws from the regression of that time
 
     def at(self, draw: int) -> _SeenResponses:
-        """Returns the observations as of this draw of the prompt: for a later draw, all observations become a summary
+        """Returns the observations as of this draw of the prompt. For a later draw, all observations become a summary
         of the past."""
         if draw == self.draw:
             return self
@@ -260,10 +255,8 @@ class _SeenResponses:
 
 class LengthPredictor:
     """The predictor that the module's docstring describes. `limit`: the most tokens of a response (0: no limit).
-
-    Observations since the last prediction are entered in the order of draws, not of arrival. So predictions do not
-    depend on time, unless some predictions are made while responses run.
-    """
+    Observations since the last prediction are entered in the order of draws, not of arrival. Predictions do not depend
+    on time, unless some predictions are made while responses run."""
 
     def __init__(self, limit: int = 0) -> None:
         if limit < 0:
@@ -288,7 +281,6 @@ class LengthPredictor:
         return ends_by(*self._expected(prompt), tokens, running)
 
     def _expected(self, prompt: Prompt) -> tuple[float, float]:
-        """Returns mean and standard deviation of ln(length) of the prompt's next response."""
         self._enter_observed()
         level = self._sources.get(prompt.source, self._pooled)
         _, fixed, variance = self._regression(prompt, level)
@@ -296,8 +288,8 @@ class LengthPredictor:
         return _posterior(level, fixed, variance, known.at(prompt.draw) if known else _SeenResponses(prompt.draw))
 
     def observe(self, prompt: Prompt, length: int, finished: bool = True, sample: int = 0) -> None:
-        """Notes response number `sample` of a draw, with `length` tokens. If not `finished`, it was stopped early (a
-        censored observation: it would have been longer). A response that fills `limit` counts as unfinished, too."""
+        """Notes response number `sample` of a draw, with `length` tokens. A response that is not `finished` was stopped
+        early, and counts as a censored observation. A response that fills `limit` counts as unfinished, too."""
         if length < 0:
             raise ValueError(f"prompt {prompt.source}/{prompt.id}: a response of {length} tokens")
         self._observed.append((prompt.draw, sample, prompt, length, finished))
@@ -346,7 +338,7 @@ class LengthPredictor:
         return x, fixed + level.shift, variance
 
     def state_dict(self) -> State:
-        """Returns the state without the features, which are computed again when they are needed."""
+        """Returns the state without the features, which are computed again when needed."""
         self._enter_observed()
         return {
             "pooled": self._pooled.state_dict(),

@@ -32,16 +32,15 @@ _LINES = 12  # lines of the log that an error shows
 
 @runtime_checkable
 class SchedulingPolicy(Protocol):
-    """Decides the next instructions, and never changes the books itself. It is asked again after every event, until it
-    returns no instruction."""
+    """Decides the next instructions, and never changes the books."""
 
     def decide(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
-        """Returns the next instructions, all possible in the present state. After an empty answer, the coordinator
-        waits for the next event."""
+        """Returns the next instructions, all possible in the present state. The coordinator asks again after every
+        event, until no instruction is returned."""
         ...
 
     def state_dict(self) -> State:
-        """Returns the policy's memory from step to step."""
+        """Returns what the policy remembers from step to step."""
         ...
 
     def load_state_dict(self, state: SavedState) -> None: ...
@@ -57,8 +56,8 @@ class Coordinator:
         schedules: Mapping[str, RunSchedule] | None = None,
         parallelism: ParallelismPlanner | None = None,
     ) -> None:
-        """`schedules` are values that change during the run, by the names of `make_schedules`. `parallelism`
-        chooses the number of devices of an engine, from the `rollout/preemptions` of each step; if it is None, the
+        """`schedules` are values that change during the run, by the names of `make_schedules`. `parallelism` chooses
+        the number of devices of an engine, from the `rollout/preemptions` of each step. Without `parallelism`, the
         number never changes."""
         self.settings = settings
         self.schedules = dict(schedules or {})
@@ -124,8 +123,8 @@ class Coordinator:
         return self._last_evaluation[0]
 
     def evaluation_due(self) -> messages.Evaluate | None:
-        """Returns the evaluation due before the next step: a full evaluation at step 0 and at the end, a smaller one
-        every n steps."""
+        """Returns the evaluation due before the next step: a full evaluation at step 0 and at the end, a smaller
+        evaluation every n steps."""
         every = self.settings.evaluate_every
         full = self.step == 0 or bool(self.ending)
         if not full and not (every and self.step % every == 0):
@@ -143,12 +142,10 @@ class Coordinator:
     # --- events in, instructions out ------------------------------------------------------------
 
     def handle(self, event: messages.Event) -> list[messages.Instruction]:
-        """Enters one event and returns the instructions to carry out now, in this order.
-
-        Late and repeated responses and rewards change only counts. Raises `CoordinatorError` for an event that can't be
-        true, and for a policy that contradicts the books or waits although no work is under way; `RunGivenUp` if no
-        further step can be completed. Errors show the last lines of the log.
-        """
+        """Enters one event and returns the instructions to carry out now, in this order. Late and repeated responses
+        and rewards change only counts. Raises `CoordinatorError` for an event that can't be true, and for a policy that
+        contradicts the books or waits although no work is under way; `RunGivenUp` if no further step can be completed.
+        Errors show the last lines of the log."""
         if self.finished:
             return []
         try:
@@ -171,7 +168,6 @@ class Coordinator:
         return said
 
     def _commit(self, instruction: messages.Instruction) -> None:
-        """Enters an instruction into the books."""
         kind = type(instruction)
         self._say[kind](self, instruction)
         if kind in messages.ANSWERED:

@@ -1,7 +1,7 @@
 """The messages that the coordinator hears (events) and says (instructions), as frozen data, and their `Handlers`.
 
 To add a message, write its class here and, for an instruction that an event answers, a line in `ANSWERS`.
-`Coordinator`, `Runtime`, `Cluster` and the tests' `Books` then refuse to be imported until each handles it.
+`Coordinator`, `Runtime`, `Cluster` and the tests' `Books` then refuse to be imported until each handles the message.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ ABORTED = "abort"  # the value of `rollout.engine.FinishReason.ABORT`
 
 
 def request_id(draw: int, attempt: int) -> str:
-    """Returns the id of one attempt to generate a prompt's responses. All ids have one length: SGLang aborts all
+    """Returns the id of one attempt to generate a prompt's responses. All ids have one length, since SGLang aborts all
     requests whose ids begin with the given id."""
     return f"{draw:08d}.{attempt:02d}"
 
@@ -122,9 +122,8 @@ class EngineFailed(Event):
 
 
 class StopRequested(Event):
-    """A request to end the run with a checkpoint, so that it can be resumed: at the next step boundary, or within a
-    step for which dynamic sampling would have to draw further prompts. `failed`: the run ends with the error
-    `reason`."""
+    """A request to end the run, with a checkpoint, at the next step boundary, or within a step for which dynamic
+    sampling would have to draw further prompts. `failed`: the run ends with the error `reason`."""
 
     reason: str
     failed: bool = False
@@ -154,7 +153,7 @@ class Request:
     engine: int = 0  # the engine's index
     # the begun response of each sample (None: the sample starts anew); empty: all samples start anew
     begun: tuple[Response | None, ...] = ()
-    temperature: float | None = None  # temperature of sampling; None: the run's
+    temperature: float | None = None  # temperature of sampling; None: the run's temperature
 
     @property
     def rid(self) -> str:
@@ -180,12 +179,9 @@ class Abort(Instruction):
 
 
 class Park(Instruction):
-    """End `attempt`, the newest request of a prompt that is not trained on yet. The prompt is deferred until it is
-    generated again.
-
-    With `keep`, each running response is reported as aborted, and continues later from its last token under the weights
-    that are served then. Without `keep`, all tokens of the request are dropped.
-    """
+    """End `attempt`, the newest request of a prompt that is not trained on yet. The prompt is deferred until the next
+    `Generate` of this prompt. With `keep`, each running response is reported as aborted, and continues later from its
+    last token under the weights that are served then. Without `keep`, all tokens of the request are dropped."""
 
     prompt: Prompt
     attempt: int
@@ -210,7 +206,7 @@ class Skip(Instruction):
 
 class Lend(Instruction):
     """Put these engines to sleep as soon as the requests parked on them have ended. Training may use their devices
-    until the next `PublishWeights` to them, which wakes them."""
+    until the next `PublishWeights` to these engines wakes them."""
 
     engines: tuple[int, ...]
 
@@ -225,8 +221,8 @@ class Accumulate(Instruction):
 
 
 class Train(Instruction):
-    """Train on these groups, in this order, and on the groups of the step's earlier `Accumulate`s, which are other
-    groups. Advantages are not yet filled in. Steps count from 1: afterwards, `step` steps are done."""
+    """Train on these groups, in this order, and on the groups of the step's earlier `Accumulate`s. Advantages are not
+    yet filled in. Steps count from 1: afterwards, `step` steps are done."""
 
     step: int
     groups: tuple[Group, ...]
@@ -298,8 +294,7 @@ class Handlers(dict[type[Message], Callable[[Any, Any], Any]]):
 
     self._carry_out[type(instruction)](self, instruction)
 
-    Raises `TypeError` for a type with two handlers, and, as the class is created, for a type without a handler (Python
-    3.11 shows the error as the cause of a `RuntimeError`).
+    Raises `TypeError` for a type with two handlers, and, as the class is created, for a type without a handler.
     """
 
     def __init__(self, family: type[Message]) -> None:

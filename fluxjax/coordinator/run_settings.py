@@ -63,7 +63,7 @@ class Settings:
         `dropped` counts the step's dropped groups by source and reward, `in_a_row` the prompts skipped in a row.
 
         If all responses of every group have equal rewards, because the verifier is broken or the prompts are far too
-        easy or too hard, dynamic sampling would draw prompts for ever. verl's bound: the kept and dropped groups of a
+        easy or too hard, dynamic sampling would draw prompts for ever. As in verl, the kept and dropped groups of a
         step come from at most `max_num_gen_batches` batches of `prompts_per_step` prompts.
         """
         most, size, count = self.max_num_gen_batches, self.prompts_per_step, dropped.total()

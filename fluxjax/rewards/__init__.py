@@ -1,6 +1,6 @@
 """Rewards: the built-in rewards by name, and the scorer that applies a source's rewards to responses.
 
-JAX is not imported here: a process that scores does not need it.
+Importing this package imports no JAX.
 """
 
 from ..base.scored import Completion, Prompt, Reward

@@ -1,4 +1,4 @@
-"""Calls slow rewards, within bounds, one by one or in batches: in threads, event loops and processes."""
+"""Calls slow rewards in threads, event loops and processes, one by one or in batches, within bounds of time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..config import RewardKindConfig
 from .named import Failing, FoundReward, RewardFailure, as_batch, as_reward, find_reward
 
 BATCH = 64  # most responses in a call of a batched reward
-BATCH_WAIT = 0.05  # seconds that a response waits for others of its batch
+BATCH_WAIT = 0.05  # seconds that a response waits for further responses of its batch
 _PING_SECONDS = 0.5  # seconds within which a loop answers if it is not blocked
 MEMORY_GIB = 4.0  # most memory that a process of a user's reward may take beside its imports
 
@@ -87,8 +87,8 @@ class Slots:
             semaphore.release()
 
     def usage(self) -> tuple[int, float]:
-        """Returns the most calls that waited at once, and the share of slots' time in calls, both since the last call
-        of this method. The share is 0 only if no reward was called."""
+        """Returns the most calls that waited at once, and the share of slots' time in calls, since the last `usage`.
+        The share is 0 only if no reward was called."""
         self._tally()
         waited, busy = self._most, self._busy / max((self._tallied - self._since) * self._count, 1e-9)
         self._since, self._busy, self._most = self._tallied, 0.0, self._waiting
@@ -138,8 +138,8 @@ class Caller(abc.ABC):
 
     @abc.abstractmethod
     async def call(self, completions: Sequence[Completion]) -> list[Any]:
-        """Returns an answer for each completion; there is one completion, unless the reward scores batches. A failure
-        on some completions is an answer, a RewardFailure; `call` raises a failure on all completions."""
+        """Returns an answer for each completion. Only a reward that scores batches gets several completions. The answer
+        for a completion may be a RewardFailure. Raises RewardFailure if the call as a whole fails."""
 
     def close(self) -> None:  # noqa: B027 - calls in this process go on
         """Ends calls under way, if they can be ended."""
@@ -152,13 +152,13 @@ class _Batch:
         self.completions: list[Completion] = []
         self.full = asyncio.Event()
         self.answers = asyncio.create_task(send(self))
-        # Reads the task's error, since cancelled calls do not: asyncio would log an error that nobody reads.
+        # Reads the task's error, which asyncio would log if all calls of the batch were cancelled.
         self.answers.add_done_callback(lambda answers: answers.cancelled() or answers.exception())
 
 
 class LocalCaller(Caller):
-    """Calls a reward in this process: a blocking function in a daemon thread, users' coroutines in their own loop, this
-    package's coroutines in the run's loop, which the engines use. A call that takes too long is abandoned."""
+    """Calls a reward in this process: a blocking function in a daemon thread, a user's coroutine in `UsersLoop`, this
+    package's coroutines in the run's loop. A call that takes too long is abandoned."""
 
     def __init__(self, reward: Any, seconds: float, loop: UsersLoop, slots: Slots) -> None:
         self._callee, self._seconds, self._loop = Callee.of(reward), seconds, loop
@@ -190,7 +190,7 @@ class LocalCaller(Caller):
 
 
 def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future[Any]:
-    """Calls the function in its own thread: should the function hang, the end of the process does not wait for it."""
+    """Calls the function in its own thread. The process can end while the function hangs."""
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def work() -> None:
@@ -293,10 +293,9 @@ class ProcessCaller(Caller):
 
 
 def scoring_function(reward: Mapping[str, Any]) -> Callable[[bytes], list[Sequence[Any]]]:
-    """Builds the reward of this `name` and `arguments`, and returns the function by which a process scores.
-
-    The function takes pickled completions. It returns plain values for each completion, or the reason that there is no
-    answer: the run takes no objects from a user's code."""
+    """Builds the reward of this `name` and `arguments`, and returns the function by which a process scores. The
+    function takes pickled completions. For each completion it returns the values of a `Reward`, or only the reason why
+    there is no reward. The run takes no objects from a user's code."""
     callee = Callee.of(find_reward(**reward))
 
     def scored(completions: bytes) -> list[Sequence[Any]]:

@@ -1,8 +1,8 @@
 """Rewards of code by its tests; the code cannot reach the tests.
 
-The code of a response runs in a sandbox; the tests run in a second sandbox, and call the code by sending plain data
-(`inside/driver.py`). So the code sees neither the expected values nor the verdict's channel: ending its process,
-printing a verdict, or returning an object that equals everything is worth 0.
+The code of a response runs in a sandbox. The tests run in a second sandbox, and call the code by sending plain data
+(`inside/driver.py`). The code sees neither the expected values nor the verdict's channel. Ending its process, printing
+a verdict, or returning an object that equals everything is worth 0.
 
 The answer of a prompt is a JSON object of one of these shapes:
 
@@ -39,11 +39,9 @@ _REASONS = {"memory": "used too much memory", "output": "printed too much", "fil
 @dataclasses.dataclass
 class TimeLimits:
     """Gives a test case `min(max(minimum, factor * anchor), maximum)` seconds (Flexes, section 4.3, "Code Sandbox
-    Execution"), or `maximum` seconds without an anchor.
-
-    The anchor of a case is the longest time that a correct response has taken for it in this run. Without `adaptive`,
-    every case has the maximum. Anchors are a part of a run's state: a resumed run gives the same time as before.
-    """
+    Execution"), or `maximum` seconds without an anchor. The anchor of a case is the longest time that a correct
+    response has taken for it in this run. Without `adaptive`, every case has the maximum. Anchors are a part of a run's
+    state, so that a resumed run gives the same times."""
 
     minimum: float = 2.0  # seconds
     factor: float = 2.0  # allows for cores that do other work, too
@@ -84,7 +82,8 @@ class CodeReward(BuiltIn):
     python: str = ""  # the interpreter of tests and code; empty: this process's interpreter
     packages: bool = False  # tests and code may import site packages; the interpreter then starts more slowly
     slots: int = positive(8)  # responses that are tested at a time
-    # Limits of a job; `time_limits` replaces the time, and a program's expected output adds to `output`.
+    # Limits of a job. `time_limits` replaces `seconds` and `cpu`. A program's expected output adds its size to
+    # `output`.
     limits: SandboxLimits = dataclasses.field(default_factory=SandboxLimits, metadata=_OBJECT)
     time_limits: TimeLimits = dataclasses.field(default_factory=TimeLimits, metadata=_OBJECT)
     seconds: float = positive(45.0)  # seconds for all inputs of a program together; below the bound of kind `code`
@@ -164,7 +163,6 @@ class CodeReward(BuiltIn):
         return [_Result(name, outcome.seconds, _verdict(outcome, partner, limits))]
 
     def _count(self, *outcomes: Outcome) -> None:
-        """Counts one run, of a program or of code beside its tests."""
         self._counts["runs"] += 1
         self._counts["timed_out"] += any(map(_timed_out, outcomes))
         self._counts["killed"] += any(outcome.reason in _REASONS for outcome in outcomes)
@@ -206,8 +204,8 @@ def _ended(outcome: Outcome, limits: SandboxLimits) -> str:
 
 
 def _verdict(outcome: Outcome, partner: Outcome, limits: SandboxLimits) -> str:
-    """Returns the failure that the tests report, and how the code's process failed, if it did; an empty text if all
-    tests passed. Raises `DataError` for unusable tests."""
+    """Returns the failure that the tests report, and the failure of the code's process if there is one. Returns an
+    empty text if all tests passed. Raises `DataError` for unusable tests."""
     if failure := _ended(outcome, limits):
         return failure
     try:
@@ -311,7 +309,7 @@ def find_code(text: str, entry_point: str = "") -> str:
 
 
 def _dedented(body: str, columns: int) -> str:
-    """Removes a fence's indentation from lines (CommonMark 0.31, 4.5), as far as the first line with text has it."""
+    """Removes a fence's indentation from lines (CommonMark 0.31, 4.5), at most that of the first line with text."""
     first = re.search(r"^[ \t]*+(?=\S)", body, re.MULTILINE)
     columns = min(columns, len(first[0]) if first else 0)
     return re.sub(rf"^[ \t]{{1,{columns}}}", "", body, flags=re.MULTILINE) if columns else body

@@ -43,7 +43,7 @@ def tagged(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""Returns the content of the last `\boxed{…}`; `None` if there is none, or if the last has no end."""
+    r"""Returns the content of the last `\boxed{…}`; `None` if there is no `\boxed`, or if the last one has no end."""
     begin = text.rfind("\\boxed{")
     if begin < 0:
         return None
@@ -77,9 +77,7 @@ def last_number(text: str) -> str | None:
 
 def as_number(text: str) -> Fraction | None:
     r"""Returns the value of a text that is only a number: `-1,000.5`, `3/4`, `\frac{3}{4}`, `2e-3` or `12 %` (0.12).
-
-    `None` for other text: an expression, a number and a unit, NaN, infinity, a division by 0.
-    """
+    `None` for other text: an expression, a number and a unit, NaN, infinity, a division by 0."""
     text = _plain_minus(text).strip().removeprefix("$").removesuffix("$").strip()
     if len(text) > 200:
         return None
@@ -102,14 +100,15 @@ def last_place(text: str) -> Fraction:
 
 def near(wanted: Fraction, found: Fraction, places: Sequence[Fraction], tolerance: float) -> bool:
     """Says whether two numbers differ by rounding only: by at most `tolerance` times the larger absolute value, and by
-    less than the largest of `places` (each number's `last_place`; if all are 0, the second bound is left out)."""
+    less than the largest of `places`. `places` has each number's `last_place`; if all are 0, the second bound is left
+    out."""
     difference, place = abs(wanted - found), max(places)
     return difference <= Fraction(str(tolerance)) * max(abs(wanted), abs(found)) and not (place and difference >= place)
 
 
 def matches(question: Mapping[str, str]) -> bool:
     """Says whether all of `text` matches `pattern`; a full stop also matches a newline. Some patterns take for ever, so
-    a process that can be killed calls this function and `last_group`."""
+    that this function and `last_group` are called in a process that can be killed."""
     return re.fullmatch(question["pattern"], question["text"], re.DOTALL) is not None
 
 

@@ -1,7 +1,7 @@
 r"""The reward for mathematical answers: texts, numbers and LaTeX.
 
 Comparisons without algebra are decided at once. Comparisons with algebra go to math-verify in worker processes, since
-they may take for ever (`9^{9^{9^9}}`) or all memory. Such a process is killed, and its answer counts as wrong.
+some take for ever (`9^{9^{9^9}}`) or all memory. The process is then killed, and the answer counts as wrong.
 """
 
 from __future__ import annotations
@@ -29,13 +29,10 @@ _POINTS = re.compile(r"[A-Z](?: ?[A-Z]){1,2}")
 
 @dataclasses.dataclass(eq=False)
 class MathAnswer(BuiltIn):
-    r"""Gives 1 if the answer in the text equals the prompt's, else 0.
-
-    The answer is the last text that `<answer>` tags, `\boxed{}` or "the answer is" mark; else the last number (with
-    `only_marked`, nothing). It is compared as text, as a number, and at last by math-verify, for which `x^2+2x+1`
-    equals `(x+1)^2`. A unit may be missing, but not differ. A list without brackets is a set: its order doesn't count.
-    Needs the extra `math`.
-    """
+    r"""Gives 1 if the answer in the text equals the prompt's, else 0. The answer is the last text that `<answer>` tags,
+    `\boxed{}` or "the answer is" mark; else the last number (with `only_marked`, nothing). The answer is compared as
+    text, as a number, and at last by math-verify, for which `x^2+2x+1` equals `(x+1)^2`. A unit may be missing, but not
+    differ. A list without brackets is a set: its order doesn't count. Needs the extra `math`."""
 
     name = kind = "math"
     counted = "compared", "timed_out", "gave_up"
@@ -111,7 +108,7 @@ def decided(reference: Notation, given: Notation, tolerance: float, lenient: boo
     if wanted.replace(" ", "") == found.replace(" ", ""):
         return True
     if _WORD.fullmatch(wanted) or (_POINTS.fullmatch(wanted) and _POINTS.fullmatch(found)):
-        return wanted.casefold() == found.casefold()  # math-verify reads them as products of letters, in any order
+        return wanted.casefold() == found.casefold()  # math-verify reads words as products of letters, in any order
     if reference.words != given.words or _MISREAD.search(wanted) or _MISREAD.search(found):
         return False
     numbers = as_number(wanted), as_number(found)
@@ -153,7 +150,7 @@ _WORDY = r"text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf)|operatorname|mbox"
 _DECIMAL = r"(?<![0-9])([0-9]{1,20})\."
 _REWRITTEN: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # (pattern, replacement), in this order
     (r"^(-?)\\\$\s?([0-9.,]+)$", r"\1\2\\text{dollars}"),
-    # Removes dollars, \( \) \[ \] but for the \\[2pt] of a matrix, sizes of brackets, and a space of negative width.
+    # Removes dollars, sizes of brackets, a space of negative width, and \( \) \[ \] except in the \\[2pt] of a matrix.
     (r"\\?\$|(?<!\\)\\[()\[\]]|\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])|\\!", ""),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])|\s+", " "),
     (r"\{,\}", ","),

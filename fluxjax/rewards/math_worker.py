@@ -5,7 +5,8 @@ Math-verify accepts these pairs as equal; `strict` refuses them:
 - `(1,2)` and `\{1,2\}`: math-verify reads the first as an interval, and compares the ends;
 - any two equations for which sympy lists no solution, as `AB = BA + 1` and `AB = BA`.
 
-Math-verify accepts numbers that are equal to six decimals, as all small numbers are; this file compares numbers itself.
+Math-verify accepts numbers that are equal to six decimals, as two small numbers always are. Numbers are therefore
+compared here.
 """
 
 import contextlib
@@ -109,5 +110,5 @@ def _solvable(equation: sympy.Eq) -> bool:
         return True
 
 
-# The first comparison in a process builds tables for most of a second; it is made here, before answers are timed.
+# The first comparison of a process builds tables for most of a second. This call builds them before answers are timed.
 equal({"reference": r"x = \frac{1}{2}", "given": r"2x = 1", "strict": True})

@@ -150,8 +150,8 @@ class RewardFailure(Exception):
 
 
 def as_reward(result: Any) -> Reward:
-    """Returns a reward's answer as a `Reward`, whose values have the declared types, so that checkpoints can hold them.
-    A number is correct if it is at least 1, but for rounding. Raises RewardFailure."""
+    """Returns a reward's answer as a `Reward`, whose values have the declared types, as checkpoints need. A number is
+    correct if it is at least 1, apart from rounding. Raises RewardFailure."""
     if not isinstance(result, Reward):
         value = _number(result)
         return Reward(value, value > 1.0 - 1e-6)  # sums of shares, and float32, are rounded

@@ -30,11 +30,9 @@ def exact(prompt: Prompt, text: str) -> Reward:
 
 
 def positions(prompt: Prompt, text: str) -> Reward:
-    """Gives 1 for the right text, else half of the share of positions that are right.
-
-    Characters are compared one by one. The end of the text counts as one more character, which is right if the text has
-    the length of the answer. The share is of the longer text's positions, so that length is never free.
-    """
+    """Gives 1 for the right text, else half of the share of positions that are right. Characters are compared one by
+    one. The end of the text counts as one more character, which is right if the text has the length of the answer. The
+    share is of the longer text's positions, so that superfluous characters cost something."""
     return _shaped(normalise(prompt.answer), normalise(text))
 
 

@@ -1,4 +1,5 @@
-"""Scores responses by the rewards of each source; one call that raises, hangs or returns nonsense can't end the run."""
+"""Scores responses by the rewards of each source. A single call that raises, hangs or returns nonsense can't end a
+run."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fluxjax.rewards")
 
-_KEPT = 65_536  # prompts whose progress is remembered: far more than are in flight
+_KEPT = 65_536  # most prompts whose progress is remembered; far fewer are in flight
 _LOOKED_AT = 500  # answers of a source that are read before a run begins
 _CLOSING_SECONDS = 5.0  # most seconds for a reward's `close`
 _HERE = ("math", "format", "code", "judge")  # kinds of rewards that this process always calls
 _LOGGED = 5  # failures of one reward that are logged one by one
 _WINDOW = 1000  # last responses over which the share of failures is computed
 _REASONS = 32  # reasons that are counted one by one; further reasons are counted together
-_LENGTH = 200  # characters of a reason
+_LENGTH = 200  # most characters of a reason
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,7 +79,6 @@ class GuardedReward:
         return str(tells(prompt)) if callable(tells) else ""
 
     def _failed(self, id: str, failure: RewardFailure) -> None:
-        """Counts a failure on a response to the prompt `id`."""
         self._recent.append(True)
         reason = failure.reason if len(failure.reason) <= _LENGTH else f"{failure.reason[:_LENGTH]}..."
         if reason not in self._reasons and len(self._reasons) >= _REASONS:
@@ -101,10 +101,8 @@ class GuardedReward:
 
 @dataclasses.dataclass(frozen=True)
 class WeightedSum:
-    """The rewards of a source by name, and their weights, which may change in a run. A single reward has no weight.
-
-    The first reward says whether a response is correct. A reward that failed adds nothing to the sum.
-    """
+    """The rewards of a source by name, and their weights, which may change in a run. A single reward has no weight. The
+    first reward says whether a response is correct. A reward that failed adds nothing to the sum."""
 
     rewards: Mapping[str, GuardedReward]
     weights: Mapping[str, RunSchedule]
@@ -137,7 +135,7 @@ class WeightedSum:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states of the rewards that have any, by name."""
+        """Returns the states of the rewards that have a state, by name."""
         states = {name: getattr(reward.reward, "state_dict", None) for name, reward in self.rewards.items()}
         return {name: state() for name, state in states.items() if callable(state)}
 
@@ -148,11 +146,9 @@ class WeightedSum:
 
 
 class Scorer:
-    """Scores each response by its source's rewards; `decode` turns token ids into the text.
-
-    Built-in rules run at once, all other rewards in slots of their kind (`calls.py`). If a reward raises, takes too
-    long, or returns neither a `Reward` nor a finite number, the response is scored 0 with the reason.
-    """
+    """Scores each response by its source's rewards; `decode` turns token ids into the text. Built-in rules run
+    immediately, all other rewards in slots of their kind (`calls.py`). If a reward raises, takes too long, or returns
+    neither a `Reward` nor a finite number, the response is scored 0 with the reason."""
 
     def __init__(
         self,
@@ -191,7 +187,8 @@ class Scorer:
 
     def check_answers(self, texts: Mapping[str, Iterable[str]], held_out: bool = False) -> None:
         """Reads each source's `texts`, a prompt and its answer alternately, and warns of answers, among the first 500,
-        that a reward can't grade. Raises `ConfigError` if their share is above `rewards.max_unreadable`."""
+        that a reward can't grade. Raises `ConfigError` if the share of these answers is above
+        `rewards.max_unreadable`."""
         for name, prompts_and_answers in texts.items():
             some = list(itertools.islice(prompts_and_answers, 2 * _LOOKED_AT))
             pairs = [(text, answer) for text, answer in zip(some[::2], some[1::2], strict=True) if answer]
@@ -213,9 +210,8 @@ class Scorer:
     # --- scoring --------------------------------------------------------------------------------
 
     async def score(self, prompt: Prompt, response: Response) -> Reward:
-        """Returns the reward of one response. A reward's failure never raises; an unknown source raises `KeyError`.
-
-        The run's progress, read before the first `await`, sets the weights for all responses to the prompt."""
+        """Returns the reward of one response. A reward's failure never raises; an unknown source raises `KeyError`. The
+        run's progress, read before the first `await`, sets the weights for all responses to the prompt."""
         rewards = self._training[prompt.source]
         progress = self._of_prompt(prompt.draw) if rewards.changes else 0.0
         text = self.decode(response.token_ids)
@@ -240,7 +236,7 @@ class Scorer:
             self._open -= 1
 
     def _of_prompt(self, draw: int) -> float:
-        """Returns the progress that sets the weights for all samples of a prompt: samples are compared."""
+        """Returns the progress that sets the weights for all samples of a prompt, since samples are compared."""
         if draw not in self._begun:
             self._begun[draw] = self._progress()
             if len(self._begun) > _KEPT:

@@ -1,6 +1,6 @@
 """Rewards for the form of an answer, not for its content: its format, and DAPO's penalty for length.
 
-They are meant for a mixture of rewards; `Reward.correct` says whether the form is right.
+These rewards are meant to be added to other rewards. `Reward.correct` says whether the form is right.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ class Format(BuiltIn):
 
     The format is `<think>…</think><answer>…</answer>`: each tag once, text in both pairs, only white space outside them
     (DeepSeek-R1, arXiv:2501.12948, section 2.2.2). A `pattern` replaces this format: the text must match by
-    `re.fullmatch`, and a full stop matches any character. Some patterns take for ever for some texts, so they are
-    matched in a process that is killed after `seconds`; then the text counts as not matching.
+    `re.fullmatch`, and a full stop matches any character. Some patterns take for ever for some texts. Texts are matched
+    in a process that is killed after `seconds`; the text then counts as not matching.
     """
 
     name = kind = "format"
@@ -59,12 +59,10 @@ class Format(BuiltIn):
 
 @dataclasses.dataclass(frozen=True)
 class Overlong(BuiltIn):
-    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13), to be added to the reward of correctness.
-
-    For a response of n tokens, with `most_tokens` as L_max and `interval` as L_cache: 0 up to L_max - L_cache, -1
-    beyond L_max, and (L_max - L_cache - n) / L_cache in between. The paper has 20,480 and 4,096; `most_tokens`
-    should be `rollout.max_new_tokens`. A text without a count of tokens, such as a held-out answer, gets 0.
-    """
+    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13), to be added to the reward of correctness. For a
+    response of n tokens, with `most_tokens` as L_max and `interval` as L_cache: 0 up to L_max - L_cache, -1 beyond
+    L_max, and (L_max - L_cache - n) / L_cache in between. The paper has 20,480 and 4,096; `most_tokens` should be
+    `rollout.max_new_tokens`. A text without a count of tokens, such as a held-out answer, gets 0."""
 
     name = "overlong"
     most_tokens: int = bounded(0, lambda n: n > 0, "be positive: set it to rollout.max_new_tokens")

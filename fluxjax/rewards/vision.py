@@ -25,12 +25,10 @@ _BETWEEN_ITEMS = re.compile(r"->|→|[\n;,>]")
 
 @dataclasses.dataclass(frozen=True)
 class NumericAnswer(BuiltIn):
-    """Gives 1 if the marked number, or else the text's last number, is near the prompt's answer.
-
-    A number is near if it differs by at most `tolerance` times the answer, or by at most `absolute`. A tolerance of
-    0.05 is ChartQA's "relaxed accuracy" (arXiv:2203.10244, section 5.1). `12 %` counts as 0.12. Raises ValueError if
-    the prompt's answer has no number.
-    """
+    """Gives 1 if the marked number, or else the text's last number, is near the prompt's answer. A number is near if it
+    differs by at most `tolerance` times the answer, or by at most `absolute`. A tolerance of 0.05 is ChartQA's "relaxed
+    accuracy" (arXiv:2203.10244, section 5.1). `12 %` counts as 0.12. Raises ValueError if the prompt's answer has no
+    number."""
 
     name = "numeric"
     tolerance: float = not_negative(0.05)
@@ -54,7 +52,7 @@ class NumericAnswer(BuiltIn):
 class EditDistance(BuiltIn):
     """Gives 1 - d / L: d is the Levenshtein distance of the text and the prompt's answer, L is the greater length.
 
-    ANLS has this similarity (arXiv:1905.13648, section 4) and the `threshold` 0.5: a less similar text gets
+    ANLS has this similarity (arXiv:1905.13648, section 4) and the `threshold` 0.5. A similarity below `threshold` gives
     0. If there are `<answer>` tags, only the text inside counts. Any white space counts as one space.
     """
 
@@ -79,11 +77,9 @@ class EditDistance(BuiltIn):
 
 @dataclasses.dataclass(frozen=True)
 class OrderedList(BuiltIn):
-    """Gives the share of the longer list's positions that have the right item; 1 for the complete list in its order.
-
-    A list is JSON, or items between commas, semicolons, arrows or lines. A text without a marked answer has its list in
-    the last line that is not empty. With `graded=False`, a list that is not right gets 0.
-    """
+    """Gives the share of the longer list's positions that have the right item; 1 for the complete list in its order. A
+    list is JSON, or items between commas, semicolons, arrows or lines. A text without a marked answer has its list in
+    the last line that is not empty. With `graded=False`, a list that is not right gets 0."""
 
     name = "ordered_list"
     graded: bool = True
@@ -137,10 +133,8 @@ _LETTER = re.compile(r"\(([A-J])\)|(?<![\w'\u2019])([B-HJ]|[AI](?!\s+(?!is\b|or\
 @dataclasses.dataclass(frozen=True)
 class Choice(BuiltIn):
     """Gives 1 if the text chooses the option that the prompt's answer names: by letter, or by the option's text.
-
-    Options are read from the prompt: `A. cat`, `(A) cat`, `A) cat`. The choice is in the answer that the text
-    marks, else in the last line that is not empty: `B`, `(B)`, `B. cat`, `the cat`. Who names two options gets 0.
-    """
+    Options are read from the prompt: `A. cat`, `(A) cat`, `A) cat`. The choice is in the answer that the text marks,
+    else in the last line that is not empty: `B`, `(B)`, `B. cat`, `the cat`. A text that names two options gets 0."""
 
     name = "choice"
 
@@ -162,7 +156,7 @@ class Choice(BuiltIn):
 
 def options_of(question: str) -> dict[str, str]:
     """Returns the options of a question by letter; empty unless there are A and B. Letters of options begin lines. If
-    fewer than two lines begin so, letters in brackets within lines count."""
+    fewer than two lines begin with a letter, letters in brackets within lines count."""
     question = question[-TAIL:]
     for pattern in (_OPTION_LINE, _OPTION_INLINE):
         options = _options(question, list(pattern.finditer(question)))
@@ -185,7 +179,8 @@ def _options(question: str, marks: Sequence[re.Match[str]]) -> dict[str, str]:
 
 
 def chosen(text: str, options: Mapping[str, str]) -> set[str]:
-    """Returns the letters that the text chooses: one, if it is clear. Without `options`, all `LETTERS` count."""
+    """Returns the letters that the text chooses, a single one if it is clear. Without `options`, all `LETTERS`
+    count."""
     if len(text) > _LONGEST:
         return set()
     plain = normalise(text)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 GIB = 2.0**30
-# The kinds of bytes that an engine has. FSDP does not cut them. Layers with Gated DeltaNet have one state a slot.
+# The kinds of bytes that an engine has, which FSDP does not cut. Layers with Gated DeltaNet have one state a slot.
 ENGINE, CACHE, STATES = "engine weights", "KV cache", "states"
 
 
@@ -129,7 +129,7 @@ class Remedy:
         return f"{' '.join(self.settings)}  ->  {in_gib(self.bytes)} GiB"
 
 
-# Returns a setting, as on the command line, and the account with that setting; None if it changes nothing.
+# Returns a setting, as on the command line, and the account with that setting; None if the change can't be made.
 Change: TypeAlias = Callable[[Account], tuple[str, Account] | None]
 
 

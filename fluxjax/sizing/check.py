@@ -1,5 +1,5 @@
-"""The pre-flight: compiles a run's programs, adds up a device's memory, and says whether the run fits. If it does not,
-says which changes of settings would make it fit, and how much memory the run would need with each change."""
+"""The pre-flight: compiles a run's programs, adds up a device's memory, and says whether the run fits. If the run does
+not fit, says which changes of settings would help, and how much memory the run would need with each change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .run_programs import (
 )
 
 LEAST_SLOTS = 8
-REMATS = (Remat.NONE, Remat.DOTS, Remat.LAYER, Remat.OFFLOAD)  # the fastest first, the one of least memory last
+REMATS = (Remat.NONE, Remat.DOTS, Remat.LAYER, Remat.OFFLOAD)  # from the fastest to the one of least memory
 PROGRAMS = ("accumulate", "update", "logprobs", "prefill", "decode")
 
 
@@ -156,13 +156,13 @@ def check(
     Programs of `layers` decoder layers, and of twice as many, are compiled, and sizes for all layers are extrapolated
     along a straight line. If `layers` is 0 or at least half of the model's, programs of all layers are compiled. For a
     model with layers of several kinds, `layers` is rounded up to a multiple of `attention_interval`, at least twice the
-    interval: a loop over a single interval would be written out, which needs other memory. With `sharding.remat` auto,
+    interval. A loop over a single interval would be written out, which needs other memory. With `sharding.remat` auto,
     the first of `REMATS` with which `accumulate` fits is taken, else the last. Without `longest_row`, the longest row
     of a run that fits is not computed. `RunShapes.of` describes `never_sampled`. Raises ConfigError for settings that
     can't work.
     """
     depth = model.text.num_layers
-    period = model.text.attention_interval  # only multiples of it have the model's mixture of layers
+    period = model.text.attention_interval  # only multiples of the period have the model's mixture of layers
     few = -(-layers // period) * period
     few = max(few, 2 * period) if few and period > 1 else few
     few = few if 0 < 2 * few < depth else depth
@@ -248,8 +248,8 @@ def with_remat(config: Config, remat: Remat) -> Config:
 
 
 def changes(run: RunShapes, rows: RowGrowth, usable: float, few: int, progress: Progress) -> list[Change]:
-    """Returns the changes of settings that may make the run fit, in the order in which they are tried. `less_kept`
-    compiles a program for each rematerialisation that it tries, of `few` layers and of twice as many."""
+    """Returns the changes of settings that may make the run fit, in the order of trial. `less_kept` compiles a program
+    for each rematerialisation that it tries, of `few` layers and of twice as many."""
     config = run.config
 
     @functools.cache

@@ -1,8 +1,8 @@
 """The largest batches that a configuration allows, as shapes: composed from made-up prompts as a run composes.
 
-If sequences are spread over devices, the sizes of some buffers depend on the lengths of a step: this file takes the
-largest sizes in a few steps of made-up lengths. Buffers of tokens and patches are as long as `packing` allows. Under
-`fsdp`, the tables of layers with Gated DeltaNet (`PackedRuns`) have room for a step's prompts and responses in one row.
+If sequences are spread over devices, the sizes of some buffers depend on the lengths of a step. The largest sizes of a
+few steps of made-up lengths are taken. Buffers of tokens and patches are as long as `packing` allows. Under `fsdp`, the
+tables of layers with Gated DeltaNet (`PackedRuns`) have room for a step's prompts and responses in one row.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Compiled:
     @staticmethod
     def of(lowered: jax.stages.Lowered) -> Compiled:
         """Compiles a program. If XLA chose a Triton kernel for a matrix product and can't compile it, the program is
-        compiled again with products of cuBLAS: without a GPU, XLA does not try out kernels before it chooses."""
+        compiled again with products of cuBLAS. Without a GPU, XLA does not try out kernels before it chooses."""
         began = time.perf_counter()
         try:
             compiled = lowered.compile()
@@ -102,7 +102,7 @@ class RunShapes:
     learner: Learner
     batch: TrainBatch  # on the mesh
     engine: EngineArrays
-    critic: Critic | None = None  # its programs have no logits, and need less than the learner's
+    critic: Critic | None = None  # its programs have no logits, and need less memory than the learner's
 
     @staticmethod
     def of(
@@ -154,8 +154,8 @@ class RunShapes:
         return -(-engine_count(self.config, self.devices) * self.config.parallelism.degree // len(self.devices))
 
     def servers(self, usable: float) -> float:
-        """Returns the bytes of a device that colocated servers have while they are awake, out of `usable` bytes; 0
-        without such servers."""
+        """Returns the bytes of a device that awake colocated servers have, out of `usable` bytes; 0 without colocated
+        servers."""
         servers = self.config.servers
         if self.engines_a_device or not servers.colocated:
             return 0.0
@@ -224,8 +224,9 @@ def compiled_at_depth(
     progress: Progress,
     never_sampled: tuple[int, ...] | None = None,
 ) -> tuple[dict[str, Compiled], dict[str, Compiled]]:
-    """Returns (the programs of the model with `few` layers, its programs with all layers). Sizes of all layers are
-    extrapolated along the straight line through `few` and twice as many layers, unless `few` are all layers."""
+    """Returns (the programs of the model with `few` layers, the programs of the model with all layers). Sizes of all
+    layers are extrapolated along the straight line through `few` and twice as many layers, unless `few` are all
+    layers."""
     depth = model.text.num_layers
     shallow = model if few == depth else with_layers(model, few)
     first = RunShapes.of(config, shallow, devices, never_sampled).compiled(names, progress)
@@ -236,7 +237,7 @@ def compiled_at_depth(
 
 
 def _begun(config: Config) -> list[int]:
-    """Returns the greatest lengths of responses that an engine may have to prefill with their prompt."""
+    """Returns the greatest lengths of responses that an engine may have to prefill with their prompts."""
     moved = config.stream_trainer or config.parallelism.enabled
     goes_on = isinstance(config.policy, AprilConfig | AdaptiveAsyncConfig) or moved
     return [config.rollout.max_new_tokens] * config.rollout.group_size if goes_on else []
@@ -251,7 +252,7 @@ def cache_tokens(config: Config) -> int:
 def engine_arrays(
     config: Config, model: Decoder, devices: Sequence[Any], degree: int = 0, kv_tokens: int = 0
 ) -> EngineArrays:
-    """Returns the arrays of an engine of `degree` devices with a cache of `kv_tokens` (0 of either: as configured)."""
+    """Returns the arrays of an engine of `degree` devices with a cache of `kv_tokens`; 0 means as configured."""
     rollout, dtype = config.rollout, config.model.compute_dtype.value
     kept = kv_tokens or rollout.kv_tokens
     pace = EngineLimits.pace(devices[0], rollout.steps_per_sync)

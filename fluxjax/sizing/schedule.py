@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import jax
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}  # else: first number / 8
+BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}  # else: the number in the name / 8
 
 FASTER = 8  # an H100 writes to its memory about eight times as fast as NVLink brings data (3.35 TB/s, 450 GB/s)
 
@@ -34,7 +34,7 @@ _LOOPS = ("while", "conditional", "call")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CollectiveTraffic:
-    """The collectives of one kind in one execution of a program; those of a loop count for each iteration."""
+    """The collectives of one kind in one execution of a program. Collectives of a loop count for each iteration."""
 
     count: float = 0.0
     bytes: float = 0.0  # the larger of operands and results; of a synchronous collective, the results
@@ -51,11 +51,9 @@ class _Instruction:
 
 
 def traffic(hlo: str) -> dict[str, CollectiveTraffic]:
-    """Returns the collectives of one execution of the program, by kind (`KINDS`), as one device sees them.
-
-    A loop counts as often as XLA says that it iterates, else once; all branches of a conditional count. A collective is
-    exposed unless long work (`_takes_long`), or kernels that write `FASTER` times as many bytes, run beside it.
-    """
+    """Returns the collectives of one execution of the program, by kind (`KINDS`), as one device sees them. A loop
+    counts as often as XLA says that it iterates, else once; all branches of a conditional count. A collective is
+    exposed unless long work (`_takes_long`), or kernels that write `FASTER` times as many bytes, run beside it."""
     computations, main = _computations(hlo)
     found: dict[str, CollectiveTraffic] = {}
 

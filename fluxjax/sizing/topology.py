@@ -87,11 +87,9 @@ def memory_fraction(default: float) -> float:
 
 def find_plugin(folder: str = "") -> None:
     """Lets JAX find its CUDA plugin: in `folder`, else in the folder that FLUXJAX_AOT names, else in the checkout's
-    .aot (from `bash scripts/test.sh aot`), else in the Python environment.
-
-    Call `find_plugin` before JAX is imported: JAX then runs on the CPU and touches no GPU. Raises ConfigError if the
-    plugin is absent, or of another version than jaxlib.
-    """
+    .aot (from `bash scripts/test.sh aot`), else in the Python environment. Call `find_plugin` before JAX is imported:
+    JAX then runs on the CPU and touches no GPU. Raises ConfigError if the plugin is absent, or of another version than
+    jaxlib."""
     jaxlib = importlib.metadata.version("jaxlib")
     folder = folder or os.environ.get(FOLDER, "")
     installed = ROOT / ".aot" / f"{jaxlib}-triton"
@@ -114,7 +112,7 @@ def find_plugin(folder: str = "") -> None:
 
 
 def plugin_packages(path: list[str]) -> tuple[str, str]:
-    """Returns the packages of JAX's CUDA plugin and its compiler, for the CUDA version that is on `path`, else 12."""
+    """Returns the packages of JAX's CUDA plugin and its compiler, for the CUDA version on `path`, else for CUDA 12."""
     return next((names for names in map(_packages, CUDA) if _version(names[0], path)), _packages(CUDA[0]))
 
 

@@ -1,4 +1,4 @@
-"""Turns prompts, images and videos into model inputs. Importing this package is light; JAX loads with `Processor`."""
+"""Turns prompts, images and videos into model inputs. Of the names of this package, only `Processor` imports JAX."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ if TYPE_CHECKING:
     from .processor import Processor
 
 __all__ = ["MediaError", "Processor", "PromptError"]
-__getattr__ = door(__name__, processor=("Processor",))  # processes that only decode media do not load it
+__getattr__ = door(__name__, processor=("Processor",))

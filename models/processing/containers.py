@@ -2,13 +2,13 @@
 
 FFmpeg decodes a cut-off file as a shorter video and reports no error. An incomplete last packet, or the damaged frames
 that follow from it, show the cut in every format. Matroska, FLV and IVF files declare their length; transport streams
-consist of packets of one size. Transport and program streams and bare streams declare no length, AVI files often a
-wrong length: such a file looks complete if it was cut between two packets.
+consist of packets of one size. Transport, program and bare streams declare no length, AVI files often a wrong length.
+Files of these formats look complete if they were cut between two packets.
 
 A decoder that begins in the middle of a stream must give the same frames as a decoder that began at the stream's start.
-A container's own mark of a key frame doesn't promise the same frames. The mark may stand where a step-by-step refresh
-of the picture begins (H.264's recovery points). Parameters for decoding may stand only once, earlier in the stream. The
-mark may be wrong. Sources: ITU-T H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9 bitstream specification
+A packet that the container marks as a key frame may give other frames, for three reasons. The mark may be wrong. A
+step-by-step refresh of the picture may begin there (H.264's recovery points). Parameters for decoding may stand only
+earlier in the stream. Sources: ITU-T H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9 bitstream specification
 (6.2), the AV1 specification (5.3 to 5.9), ISO/IEC 13818-2 and 14496-2 (6.2).
 """
 
@@ -27,18 +27,18 @@ from av.video.stream import VideoStream
 from .media_file import MediaError, OpenFile
 from .settings import DecodeLimits
 
-# FFmpeg's names of the formats that hold a video's own frames. Playlists, scripts and session descriptions (hls, dash,
-# concat, sdp, ...) are left out since they name other files or hosts, single pictures since they are no videos.
-# An animated GIF is a video: its frames have times, and data sets of short clips are published as GIFs.
+# FFmpeg's names of the formats that hold a video's own frames. Animated GIFs count as videos. The list leaves out
+# playlists, scripts and session descriptions (hls, dash, concat, sdp, ...), which name other files or hosts, and single
+# pictures.
 FORMATS = (
     *("asf", "avi", "flv", "gif", "ivf", "matroska", "mov", "mpeg", "mpegts", "mxf", "ogg"),
     *("h264", "hevc", "m4v", "mpegvideo"),  # bare streams
 )
 PICTURE_BRANDS = {"avif", "heic", "heix", "mif1"}  # brands of AVIF and HEIF, which FFmpeg reads as MP4
-NO_PROTOCOLS = ""  # a whitelist without any protocol: FFmpeg opens no file that another file names
-# Titles are not read and may be in any encoding. Before version 19, PyAV needs this option.
+NO_PROTOCOLS = ""  # FFmpeg opens no file that another file names
+# Before version 19, PyAV needs this option for titles in unknown encodings.
 _TITLES: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
-BUFFER_BYTES = 1 << 18  # bytes of one read; every read takes the interpreter's lock
+BUFFER_BYTES = 1 << 18  # of one read; every read takes the interpreter's lock
 CODED = 2  # coded pixels for each shown pixel, at most: codecs pad sides to multiples of a block
 
 SAYING_LENGTH = {"matroska", "flv", "ivf"}  # formats that declare their length correctly
@@ -49,17 +49,15 @@ TS_PACKET, TS_SYNC = 188, b"G"  # bytes of a transport stream's packet, and the 
 START = b"\0\0\1"  # start of a unit of a bytestream
 SEQUENCE, PICTURE = b"\0\0\1\xb3", b"\0\0\1\0"  # start codes of MPEG-1 and -2
 INTRA = 1  # MPEG's type of a picture that depends on no other
-# FFmpeg decodes streams of old x264 builds in other ways: direct prediction of builds up to 33, 4:4:4 of builds up to
-# 151. It reads the build from a note in the first frame, which a decoder that begins later doesn't see.
+# FFmpeg decodes direct prediction of x264 builds up to 33, and 4:4:4 of builds up to 151, in the way of these builds.
+# FFmpeg reads the build from a note in the first frame, which a decoder that begins later doesn't see.
 X264 = re.compile(rb"x264 - core (\d+)")
 X264_DIRECT, X264_444 = 33, 151
 
 
 def open_container(file: OpenFile, name: str, limits: DecodeLimits) -> tuple[InputContainer, VideoStream]:
-    """The container in `file`, which stays open, and the stream of its video. `name` is for messages.
-
-    Raises MediaError if the file is no video in one of `FORMATS`, or its frames exceed `limits`.
-    """
+    """The container in `file`, which stays open, and the stream of its video. `name` is for messages. Raises MediaError
+    if the file is no video in one of `FORMATS`, or its frames exceed `limits`."""
     file.seek(0)
     try:
         container = av.open(
@@ -130,10 +128,8 @@ class Ending:
             self._reached = max(self._reached, end)
 
     def cut_off(self, file: OpenFile, times: list[int | None], damaged: list[int]) -> str:
-        """The reason why the file must have been cut off, or "".
-
-        `times` are the times of all frames in ticks, `damaged` the indices of the damaged frames.
-        """
+        """The reason why the file must have been cut off, or "". `times` are the times of all frames in ticks,
+        `damaged` the indices of the damaged frames."""
         if any(self._incomplete.values()):
             return "the last packet is incomplete"
         if damaged and len(times) - damaged[-1] <= REORDERED:
@@ -153,7 +149,7 @@ class Ending:
 
 
 def _ends_within_packet(file: OpenFile) -> bool:
-    """Says whether a packet begins behind the last complete packet, by the first byte there."""
+    """Says whether the first byte behind the last complete packet begins another packet."""
     size = file.seek(0, 2)
     file.seek(0)
     begin = file.read(1)
@@ -163,17 +159,15 @@ def _ends_within_packet(file: OpenFile) -> bool:
 
 def is_shown(packet: Packet, codec: str) -> bool:
     """Says whether decoding a packet gives a frame; `codec` is FFmpeg's name of the codec."""
-    if packet.size == 0 or packet.is_discard:  # an empty packet flushes; a discarded one is outside an edit list
+    if packet.size == 0 or packet.is_discard:  # an empty packet flushes; an edit list discards packets outside it
         return False
     return codec != "vp8" or bool(bytes(memoryview(packet)[:1])[0] >> 4 & 1)  # VP8 has frames that are never shown
 
 
 class EntryPoints:
     """Finds the packets with which decoding can begin. From the time of such a packet on, every frame is the same as in
-    a decoding from the start of the stream. Frames of an earlier time that follow the packet may differ.
-
-    A stream of a codec that is not in `_UNITS` or `_ALONE` has no such packet: decoding begins at the stream's start.
-    """
+    a decoding from the start of the stream. Frames of an earlier time that follow the packet may differ. A stream of a
+    codec that is in neither `_UNITS` nor `_ALONE` has no such packet."""
 
     def __init__(self, stream: VideoStream) -> None:
         self._codec: str = stream.codec.canonical_name
@@ -257,7 +251,7 @@ def _vp8(data: bytes) -> bool:
 
 
 def _vp9(data: bytes) -> bool:
-    """Says whether a packet holds a key frame, and not the order to show an earlier frame."""
+    """Says whether a packet holds a key frame. Other packets may only show an earlier frame."""
     head = data[0] << 1 if data[0] >> 4 == 0b1011 else data[0]  # profile 3 has one more bit before these bits
     return data[0] >> 6 == 0b10 and head >> 2 & 0b11 == 0
 

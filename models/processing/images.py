@@ -1,8 +1,8 @@
 """Reads the pixels of image files, or only their sizes; computes the sizes that images and frames are resized to.
 
-Unfinished downloads and bad disks leave files with zeros in the place of their picture; such files are refused. The
-zeros decode as pixels of some colour, and decoders report no error. Formats with checksums need no help; in formats
-that store pixels uncompressed, zeros are black. So only JPEG, WebP and AVIF are searched for zeros.
+Files with zeros in the place of their picture, as unfinished downloads and bad disks leave them, are refused. Decoders
+turn the zeros into pixels of some colour, and report no error. Only JPEG, WebP and AVIF files are searched for zeros.
+Formats with checksums need no search, and zeros are black where pixels are stored uncompressed.
 """
 
 import contextlib
@@ -21,29 +21,27 @@ from .media_file import Facts, MediaError, OpenFile, Source, opened, source_name
 from .settings import DecodeLimits, PixelSettings
 
 MAX_ASPECT = 200  # the published processors refuse larger ratios
-# Pillow's names of the formats in which pictures are published. They lack formats that run another program (EPS runs
-# Ghostscript), that only some systems' Pillow can read, or whose files don't declare their size (ICO).
+# Pillow's names of the formats in which pictures are published. The list leaves out formats that run another program
+# (EPS runs Ghostscript), that only some systems' Pillow can read, or whose files don't declare their size (ICO).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 BAND_PIXELS = 1 << 20  # pixels converted at once
 ORIENTATION = ExifTags.Base.Orientation
 LYING = range(5, 9)  # EXIF orientations that exchange width and height
 PNG_SIGNATURE, PNG_CHECKSUM = 8, 4  # bytes
 PNG_NOTES = {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}  # chunks that may hold an EXIF orientation
-# An encoder with fixed Huffman tables never writes 64 zeros in a row; fitted tables may give 64 zeros for an even area.
-# So a JPEG file with such zeros is examined. Files without such zeros, nearly all photographs, are decoded only once.
+# A JPEG file with this many zeros in a row is examined. Encoders with fixed Huffman tables never write so many zeros;
+# encoders with fitted tables may, for an even area.
 HOLE = bytes(64)
 SCAN, END = b"\xff\xda", b"\xff\xd9"  # JPEG's markers
-# A coded picture may end in zeros, up to 1 / SHARE of it: a twentieth in libwebp's pictures of one colour.
+# A coded picture may end in zeros, up to 1 / SHARE of its bytes. In libwebp's pictures of one colour the share is 0.05.
 SHARE = 8
 
 
 @contextlib.contextmanager
 def open_image(source: Source, limits: DecodeLimits) -> Iterator[tuple[Image.Image, OpenFile]]:
-    """Yields the image in a file, with only its header read, and the open file.
-
-    Raises MediaError, also for an image of more pixels than `limits` or Pillow's own bound
-    (`PIL.Image.MAX_IMAGE_PIXELS`) allow, and for any error inside the `with` block but MemoryError.
-    """
+    """Yields the image in a file, with only its header read, and the open file. Raises MediaError, also for an image of
+    more pixels than `limits` or Pillow's own bound (`PIL.Image.MAX_IMAGE_PIXELS`) allow, and for any error inside the
+    `with` block except MemoryError."""
     name = source_name(source)
     with opened(source) as content:
         try:
@@ -56,15 +54,13 @@ def open_image(source: Source, limits: DecodeLimits) -> Iterator[tuple[Image.Ima
             raise MediaError(name, f"too many pixels: {error} (PIL.Image.MAX_IMAGE_PIXELS)") from None
         except (MediaError, MemoryError):
             raise
-        except Exception as error:  # Pillow's decoders raise whatever their format suggests
+        except Exception as error:  # Pillow's decoders raise errors of many types
             raise MediaError(name, f"cannot be decoded as an image: {error}") from error
 
 
 def load_image(source: Source, limits: DecodeLimits = DecodeLimits()) -> Image.Image:  # noqa: B008 (frozen)
-    """The upright RGB image in a file; of an animation, the first frame. Raises what `open_image` raises.
-
-    As in transformers, the EXIF orientation is applied and transparency is laid over white.
-    """
+    """The upright RGB image in a file; of an animation, the first frame. Raises what `open_image` raises. As in
+    transformers, the EXIF orientation is applied and transparency is laid over white."""
     with open_image(source, limits) as (file, content):
         file.load()
         refuse_holes(content, file.format or "", source_name(source), limits)
@@ -74,7 +70,7 @@ def load_image(source: Source, limits: DecodeLimits = DecodeLimits()) -> Image.I
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """The image in RGB. It is converted band by band: converting takes four times the memory of the band."""
+    """The image in RGB, converted band by band. A conversion takes four times the memory of the converted pixels."""
     if image.mode in ("I", "F"):
         raise ValueError(f"{image.mode}-mode pixels (32 bits) have no defined white")
     if image.mode == "RGB" and image.info.get("transparency") is None:
@@ -134,8 +130,8 @@ def _notes_behind_pixels(png: OpenFile) -> bool:
 
 
 def refuse_holes(content: OpenFile, format: str, name: str, limits: DecodeLimits) -> None:
-    """Raises MediaError if zeros stand in the place of the picture's data; misses some such files. `format` is Pillow's
-    name of the file's format."""
+    """Raises MediaError if zeros stand in the place of the picture's data. Some damaged files pass. `format` is
+    Pillow's name of the file's format."""
     if format not in ("JPEG", "MPO", "WEBP", "AVIF"):
         return
     content.seek(0)
@@ -152,10 +148,8 @@ def refuse_holes(content: OpenFile, format: str, name: str, limits: DecodeLimits
 
 def _jpeg_has_hole(jpeg: bytes, limits: DecodeLimits) -> bool:
     """Says whether the last scan of a JPEG file ends in zeros, or FFmpeg's strict decoder finds bytes that can't end a
-    scan. libjpeg only counts such bytes as a warning, and Pillow has no way to read the warning.
-
-    Some holes are missed: small holes more often, and all holes whose zeros decode to the right number of blocks.
-    """
+    scan. libjpeg only counts such bytes as a warning, and Pillow has no way to read the warning. Small holes are often
+    missed. Holes whose zeros decode to the right number of blocks are always missed."""
     if HOLE not in jpeg:
         return False
     there = jpeg.rstrip(b"\0")
@@ -179,7 +173,7 @@ def _ends_in_zeros(coded: bytes) -> bool:
 
 
 def _media_data(avif: bytes) -> bytes:
-    """The last box with coded pictures; a file has one such box (ISO/IEC 14496-12, 4.2 and 8.1.1)."""
+    """The last box with coded pictures; files have one such box (ISO/IEC 14496-12, 4.2 and 8.1.1)."""
     place, found = 0, b""
     while place + 8 <= len(avif):
         size, kind = struct.unpack(">I4s", avif[place : place + 8])
@@ -194,11 +188,9 @@ def _media_data(avif: bytes) -> bytes:
 def smart_resize(
     height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: int = 1, patch: int = 1
 ) -> tuple[int, int]:
-    """Height and width as multiples of `factor`, the area within bounds, the aspect ratio nearly unchanged.
-
-    The bounds hold for the area of all `frames` frames together; their number is rounded to a multiple of `patch`.
-    Rounds exactly like the published processors. Raises ValueError for an aspect ratio above 200.
-    """
+    """Height and width as multiples of `factor`, the area within bounds, the aspect ratio nearly unchanged. The bounds
+    hold for the area of all `frames` frames together; the number of frames is rounded to a multiple of `patch`. Rounds
+    exactly like the published processors. Raises ValueError for an aspect ratio above 200."""
     aspect = max(height, width) / min(height, width)
     if aspect > MAX_ASPECT:
         raise ValueError(f"the aspect ratio of {width} x {height} pixels is above {MAX_ASPECT}")
@@ -226,7 +218,7 @@ def target_size(
 
 
 def resized(image: Image.Image, height: int, width: int, resample: int) -> np.ndarray:
-    """The pixels `[height, width, 3]` (uint8) of the image at that size."""
+    """The pixels `[height, width, 3]` (uint8) of the image, resized to that height and width."""
     if image.size == (width, height):
         return np.asarray(image)
     return np.asarray(image.resize((width, height), Image.Resampling(resample)))

@@ -1,8 +1,8 @@
 """Turns a medium, or some of its frame pairs, into patches, which depend only on its file and `MediaSettings`.
 
 Patches of one medium stand in window order. Windows never cross a frame pair, so that frame pair `k` of a medium of the
-grid `(pairs, rows, columns)` begins at patch `k * rows * columns`. A prompt's patches are those of its media, one
-medium after another. Patches are bytes until they are normalised: floats would take four times the memory.
+grid `(pairs, rows, columns)` begins at patch `k * rows * columns`. A prompt has the patches of its media, one medium
+after another. Patches are bytes until they are normalised, since floats would take four times the memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAIRS_AT_ONCE = 2  # frame pairs that are put into window order at once
 
 @dataclasses.dataclass(frozen=True)
 class MediaSettings:
-    """Bounds of sizes, choice of frames, normalisation. Immutable; can be written as JSON and named by a digest."""
+    """Bounds of sizes, choice of frames, and normalisation. Immutable."""
 
     layout: PatchLayout = dataclasses.field(default_factory=PatchLayout)
     image: PixelSettings = dataclasses.field(default_factory=PixelSettings)
@@ -58,7 +58,7 @@ class MediaSettings:
 
     @property
     def digest(self) -> str:
-        """A name of the settings; settings with the same digest turn every file into the same patches."""
+        """A name of the settings. Settings with the same digest turn every file into the same patches."""
         return _digest(self)
 
     @property
@@ -72,8 +72,8 @@ class MediaSettings:
         return image_facts(source, self.limits) if kind == "image" else video_facts(source, self.limits, count=count)
 
     def medium_of(self, kind: str, name: str, facts: Facts) -> Medium:
-        """The medium that has these facts. `name` is for messages. Raises MediaError for a medium that can't be used;
-        if its frames were not counted, a count may show that it can be used."""
+        """The medium that has these facts. `name` is for messages. Raises MediaError for a medium that can't be used.
+        If `facts` are not counted, a count of the frames may show that the medium can be used after all."""
         layout, patch = self.layout, self.layout.temporal_patch_size
         check_size(facts.width, facts.height, name, self.limits)
         if kind == "image":
@@ -129,7 +129,7 @@ class MediaSettings:
 
         def keep(slot: int, count: int, pixels: np.ndarray) -> None:
             nonlocal patches, grid
-            if slot == 0:  # perhaps for the second time: the header was wrong about the frames
+            if slot == 0:  # again, if the header was wrong about the frames
                 frames.clear()
             frames.append(pixels)
             last = slot + 1
@@ -149,10 +149,8 @@ class MediaSettings:
 
     def load_pairs(self, source: Source, medium: Medium, first: int, last: int) -> np.ndarray:
         """The patches `[P, 3, n]` (uint8) of the frame pairs `first .. last - 1` of a medium that `load` has returned.
-
-        Only the necessary part of a video is decoded, if the result is the same (`video_slices.py`). Raises
-        MediaError if the file has changed since `load`, and ValueError for pairs that do not exist.
-        """
+        Only the necessary part of a video is decoded, if the result is the same (`video_slices.py`). Raises MediaError
+        if the file has changed since `load`, and ValueError for pairs that do not exist."""
         pairs, rows, columns = medium.grid
         if not 0 <= first <= last <= pairs:
             raise ValueError(f"frame pairs {first} to {last} were asked for, of {pairs}")

@@ -1,6 +1,6 @@
-"""Media: their sources, which decoders get as open files, and the facts of images and videos.
+"""Sources of media, the facts of images and videos, and the errors of media and prompts that cannot be used.
 
-Here are also the errors of media and prompts that cannot be used; each message is one line.
+The message of each error is one line.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ class MediaError(ValueError):
     """A media file cannot be used. The message names the file and says why."""
 
     def __init__(self, path: str, reason: str) -> None:
-        name = path if len(path) < 1000 else f"{path[:60]}... ({len(path)} characters)"  # a data URL has its picture
-        super().__init__(f"{name}: {reason}".encode(errors="backslashreplace").decode())  # the text can be printed
+        name = path if len(path) < 1000 else f"{path[:60]}... ({len(path)} characters)"  # data URLs are long
+        super().__init__(f"{name}: {reason}".encode(errors="backslashreplace").decode())  # always printable
         self.path = path
         self.reason = reason
 
@@ -29,14 +29,12 @@ class MediaError(ValueError):
 
 
 class MediaUnavailable(MediaError):
-    """A media file can't be read now but perhaps later: it is missing, or its disk or host fails."""
+    """A media file can't be read now but perhaps later, since it is missing, or its disk or host fails."""
 
 
 class PromptError(ValueError):
-    """A prompt cannot be used: its text and media do not fit together, or the model cannot read it.
-
-    `reason` is a short name of the kind of problem, for counting.
-    """
+    """A prompt cannot be used: its text and media do not fit together, or the model cannot read it. `reason` is a short
+    name of the kind of problem, for counting."""
 
     def __init__(self, message: str, reason: str = "marks and media disagree") -> None:
         super().__init__(message)
@@ -45,11 +43,8 @@ class PromptError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The facts of an image or a video. Sides are those of the upright picture, in pixels.
-
-    `seconds` is None if nothing tells how long a video lasts. `counted` is False if `frames` and `seconds` are from a
-    header.
-    """
+    """The facts of an image or a video. Width and height are of the upright picture, in pixels. `seconds` is None if
+    nothing tells how long a video lasts. `counted` is False if `frames` and `seconds` are from a header."""
 
     width: int
     height: int
@@ -71,7 +66,8 @@ class Medium:
 
     @property
     def blocks(self) -> list[Grid]:
-        """The grids of the parts that have a placeholder each: frame pairs that have times, or the complete medium."""
+        """The grids of the parts that have a placeholder each: each frame pair that has a time, or the complete
+        medium."""
         _, rows, columns = self.grid
         return [(1, rows, columns)] * len(self.times) or [self.grid]
 

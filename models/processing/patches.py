@@ -1,16 +1,14 @@
 """Resizes frames, turns them into patches, and puts patches from raster order into the vision tower's window order.
 
-The published tower permutes patches into attention windows on every forward pass. Here the permutation, the
-2-D positions and both segmentations are computed once, on the host, with numpy; windows are contiguous in the model.
+The permutation, the 2-D positions and both segmentations are computed on the host, with numpy, so that windows are
+contiguous in the model. Raster order is that of the Hugging Face processors: media in order, frame pairs in time, then
+merge blocks row by row, then the `merge ** 2` patches of a block row by row. This file needs no JAX, as processes that
+only decode media use it.
 
-Raster order is that of the Hugging Face processors: media in order, frame pairs in time, then merge blocks row by row,
-then the `merge ** 2` patches of a block row by row. Processes that only decode media use this file: it needs no JAX.
-
-Frames are resized bicubically, bit for bit as torchvision resizes the videos of the published processors.
-Torch and Pillow interpolate with the same antialiased kernel, one axis after the other, but quantise its weights
-differently: about 0.3 % of all bytes of a real video differ, by one or two. Pillow defines images (`images.py`), torch
-defines videos. This file does torch's fixed-point arithmetic (ATen `UpSampleKernel`, 16-bit weights) as banded matrix
-products, whose sums are small enough to be exact in floating point.
+Frames are resized bicubically, bit for bit as torchvision resizes the videos of the published processors. Pillow, which
+resizes images (`images.py`), quantises the weights of the same antialiased kernel differently; about 0.3 % of a video's
+bytes would differ, by one or two. This file does torch's fixed-point arithmetic (ATen `UpSampleKernel`, 16-bit weights)
+as banded matrix products, whose sums are small enough to be exact in floating point.
 """
 
 import dataclasses
@@ -38,11 +36,9 @@ def _cubic(x: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def _bands(source: int, target: int) -> tuple[int, tuple[tuple[int, int, int, np.ndarray], ...]]:
-    """The precision of the weights in bits, and the bands of outputs.
-
-    A band is its first output, the span of inputs (start, stop) and the integer weights `[outputs, inputs]`. The
-    weights have a float type in which every sum with 8-bit pixels is exact.
-    """
+    """The precision of the weights in bits, and the bands of outputs. A band is its first output, the span of inputs
+    (start, stop) and the integer weights `[outputs, inputs]`. The weights have a float type in which every sum with
+    8-bit pixels is exact."""
     scale = source / target
     support = 2 * max(scale, 1.0)
     center = scale * (np.arange(target) + 0.5)
@@ -101,11 +97,8 @@ def resize_frame(frame: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def patchify(frames: np.ndarray, layout: PatchLayout) -> tuple[np.ndarray, Grid]:
-    """Patches `[P, 3, temporal * patch ** 2]` (uint8) of frames `[frames, height, width, 3]`, and their grid.
-
-    The last frame is repeated until the temporal patch divides the number of frames: an image becomes a frame pair.
-    Patches are bytes here, since floats would be four times the memory to move.
-    """
+    """Patches `[P, 3, temporal * patch ** 2]` (uint8) of frames `[frames, height, width, 3]`, and their grid. The last
+    frame is repeated until the temporal patch divides the number of frames. An image becomes a frame pair."""
     time, patch, merge = layout.temporal_patch_size, layout.patch_size, layout.spatial_merge_size
     if missing := -len(frames) % time:
         frames = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)])
@@ -116,11 +109,9 @@ def patchify(frames: np.ndarray, layout: PatchLayout) -> tuple[np.ndarray, Grid]
 
 
 def normalise(patches: np.ndarray, pixels: PixelSettings, *, fused: bool) -> np.ndarray:
-    """Normalised patches `[P, X]` (float32) of uint8 patches `[P, 3, n]`.
-
-    Two orders of the same arithmetic are in use, and they differ in the last bit: transformers' Pillow backend (its
-    reference for images) rescales and then normalises; its video processor scales mean and deviation (`fused`).
-    """
+    """Normalised patches `[P, X]` (float32) of uint8 patches `[P, 3, n]`. transformers' Pillow backend, its reference
+    for images, rescales and then normalises. transformers' video processor scales mean and deviation instead (`fused`),
+    which differs in the last bit."""
     values = patches.astype(np.float32)
     mean = np.asarray(pixels.mean, np.float32)[:, None]
     std = np.asarray(pixels.std, np.float32)[:, None]
@@ -139,10 +130,8 @@ def normalise(patches: np.ndarray, pixels: PixelSettings, *, fused: bool) -> np.
 @functools.lru_cache(maxsize=256)
 def _order(grid: Grid, merge: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The window order of one medium: block order `[M]`, positions `[P, 2]`, frame and window indices `[P]` from 0.
-
-    `window` is in merge blocks; 0 makes each frame pair one window. Windows at the right and lower edge are cut off,
-    as in the published model. Arrays are read-only.
-    """
+    `window` is in merge blocks; 0 makes each frame pair one window. Windows at the right and lower edge are cut off, as
+    in the published model. Arrays are read-only."""
     frames, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
     window = window or max(rows, columns)
     frame, row, column = (axis.ravel() for axis in np.indices((frames, rows, columns), dtype=np.int32))

@@ -52,14 +52,12 @@ MEDIA_TOKENS = (VISION_START, VISION_END, "<|vision_pad|>", *PADS.values())
 
 @dataclasses.dataclass(frozen=True)
 class PromptOutline:
-    """A tokenised prompt with one placeholder for each of `blocks`, and its media, in order.
-
-    `certain` is False if a number of frames comes from a video's header: decoding may show another number.
-    """
+    """A tokenised prompt with one placeholder for each of `blocks`, and its media, in order. `certain` is False if a
+    number of frames comes from a video's header: decoding may show another number."""
 
     token_ids: np.ndarray  # int32, placeholders not repeated
     media: tuple[Medium, ...]
-    merge_size: int  # patches a side of the square that becomes one token
+    merge_size: int  # patches along a side of the square that becomes one token
     certain: bool = True
 
     def __len__(self) -> int:
@@ -81,7 +79,7 @@ class PromptOutline:
 
     @property
     def largest_frame(self) -> int:
-        """Patches of the largest frame pair; 0 without media."""
+        """The number of patches of the largest frame pair; 0 without media."""
         return max((rows * columns for _, rows, columns in self.grids), default=0)
 
 
@@ -148,11 +146,9 @@ class Processor:
     def configured(
         self, *, min_pixels: int = 0, max_pixels: int = 0, num_frames: int = 0, limits: DecodeLimits | None = None
     ) -> Processor:
-        """A processor with other bounds for images and videos; 0 and None leave the present values.
-
-        If a given bound crosses the present opposite bound, the opposite bound moves to the given bound. Raises
-        ValueError if `min_pixels` is above `max_pixels`.
-        """
+        """A processor with other bounds for images and videos; 0 and None leave the present values. If a given bound
+        crosses the present opposite bound, the opposite bound moves to the given bound. Raises ValueError if
+        `min_pixels` is above `max_pixels`."""
         if min_pixels > max_pixels > 0:
             raise ValueError(f"min_pixels={min_pixels} is above max_pixels={max_pixels}")
 
@@ -168,13 +164,12 @@ class Processor:
 
     @property
     def vision(self) -> bool:
-        """Says whether the model reads media; a text model refuses them."""
+        """Says whether the model reads media."""
         return ARCHITECTURES[self.architecture].rope_index is not None
 
     @property
     def settings(self) -> MediaSettings:
-        """The settings that pixels depend on, besides the files that they come from."""
-
+        """The settings that patches depend on."""
         from .media import MediaSettings
 
         return MediaSettings(self.layout, self.image, self.video, self.frames, self.limits)
@@ -200,11 +195,9 @@ class Processor:
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def prepare(self, text: str, media: Sequence[tuple[str, Source]] = ()) -> ModelInput:
-        """The model input of `text`, in which each `<image>` or `<video>` stands for one of `media`, in order.
-
-        `media` are pairs of "image" or "video" and a path or an encoded file's bytes. Raises PromptError if marks
-        and media differ, MediaError for a file that can't be used.
-        """
+        """The model input of `text`, in which each `<image>` or `<video>` stands for one of `media`, in order. `media`
+        are pairs of "image" or "video" and a path or an encoded file's bytes. Raises PromptError if marks and media
+        differ, MediaError for a file that can't be used."""
         return self.prepare_ids(self.tokenise(text, media), media)
 
     def tokenise(self, text: str, media: Sequence[tuple[str, Source]] = ()) -> list[int]:
@@ -216,9 +209,7 @@ class Processor:
 
     def prepare_chat(self, text: str, media: Sequence[tuple[str, Source]] = (), *, system: str = "") -> ModelInput:
         """The model input of `text` as the user's message in the checkpoint's chat template, if any: see `prepare`.
-
-        Raises PromptError for a `system` message if there is no template.
-        """
+        Raises PromptError for a `system` message if there is no template."""
         return self.prepare_ids(self.tokenise_chat(text, media, system=system), media)
 
     def tokenise_chat(self, text: str, media: Sequence[tuple[str, Source]] = (), *, system: str = "") -> list[int]:
@@ -246,7 +237,7 @@ class Processor:
         messages.append({"role": "user", "content": content})
         rendered = render(self.chat_template, messages, **special)
         bos = special.get("bos_token")
-        # As in transformers, `ends` is for models with vision, and for texts that do not begin with the bos token yet.
+        # As in transformers, `ends` is set for models with vision whose text does not begin with the bos token.
         return self.encode(rendered, ends=self.vision and not (bos and rendered.startswith(bos)))
 
     def _check_marks(self, text: str, media: Sequence[tuple[str, Source]]) -> None:
@@ -277,7 +268,7 @@ class Processor:
         return self.outline_of(token_ids, [medium for medium, _ in found], certain=all(sure for _, sure in found))
 
     def outline_of(self, token_ids: Sequence[int], media: Sequence[Medium], *, certain: bool = True) -> PromptOutline:
-        """The outline of these ids and media. Raises PromptError if they don't fit together."""
+        """The outline of these ids and media. Raises PromptError if ids and media don't fit together."""
         ids = np.array(token_ids, np.int32)
         self._check_placeholders(ids, [medium.kind for medium in media])
         if any(medium.times for medium in media):
@@ -300,7 +291,7 @@ class Processor:
         return np.concatenate([*parts, token_ids[done:]]).astype(np.int32)
 
     def _pads(self) -> dict[str, int]:
-        """The placeholder of each kind of medium. Raises PromptError if the vocabulary lacks one."""
+        """The placeholder of each kind of medium. Raises PromptError if the vocabulary lacks a placeholder."""
         return {kind: self._media_token(token) for kind, token in PADS.items()}
 
     def _media_token(self, token: str) -> int:
@@ -382,10 +373,8 @@ def arranged(arrangement: Arrangement, packed_PX: np.ndarray | ShadowTensor) -> 
 def pack_patches(
     patches_PX: np.ndarray, grid_thw: Sequence[Sequence[int]] | np.ndarray, layout: PatchLayout
 ) -> tuple[VisionInput, np.ndarray]:
-    """The vision tower's input, from patches of all media in raster order, and `Arrangement.feature_order`.
-
-    Raises ValueError if patches and grids do not fit together.
-    """
+    """The vision tower's input, from patches of all media in raster order, and `Arrangement.feature_order`. Raises
+    ValueError if patches and grids do not fit together."""
     arrangement = arrange(grid_thw, layout)
     return arranged(arrangement, arrangement.packed(patches_PX)), arrangement.feature_order
 

@@ -1,8 +1,7 @@
 """Preprocessing settings as typed values, read from and written to Hugging Face's JSON files.
 
-Defaults are those of transformers 5.23 (`Qwen2VLImageProcessor`, `Qwen2VLVideoProcessor`), except that videos are
-sampled at 2 frames a second if a checkpoint says nothing, as the authors' own `qwen-vl-utils` does.
-A setting that this code cannot honour is refused, never ignored.
+Defaults are those of transformers 5.23 (`Qwen2VLImageProcessor`, `Qwen2VLVideoProcessor`), with one exception. Videos
+are sampled at 2 frames a second if a checkpoint has no rate, as in the authors' `qwen-vl-utils`.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ BICUBIC = 3  # a member of `PIL.Image.Resampling`; videos have no other resampli
 @dataclasses.dataclass(frozen=True)
 class PixelSettings:
     """Resizing and normalisation. `min_pixels` and `max_pixels` bound the area of one frame. For videos of a timed
-    layout (`PatchLayout.timed`) they bound the area of all frames together."""
+    layout (`PatchLayout.timed`), both bound the area of all frames together."""
 
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
@@ -40,12 +39,9 @@ class PixelSettings:
 
 @dataclasses.dataclass(frozen=True)
 class FrameSettings:
-    """The choice of a video's frames: `num_frames` spread evenly, or `fps` a second, or all if both are 0.
-
-    `max_video_tokens` > 0 caps the pixels of a frame, so that all frames of a video have at most 90 % of the pixels of
-    `max_video_tokens` tokens. In a timed layout (`PatchLayout.timed`), each frame has at most the pixels of
-    `max_video_tokens` tokens.
-    """
+    """The choice of a video's frames: `num_frames` spread evenly, else `fps` a second, else all. `max_video_tokens` > 0
+    caps the pixels of a frame, so that all frames of a video have at most 90 % of the pixels of `max_video_tokens`
+    tokens. In a timed layout (`PatchLayout.timed`), each frame has at most the pixels of `max_video_tokens` tokens."""
 
     num_frames: int = 0
     fps: float | int = 2
@@ -56,7 +52,7 @@ class FrameSettings:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeLimits:
-    """The most that a file may hold to be decoded: a small file can hold a huge picture."""
+    """The largest images and videos that are decoded. A small file can hold a huge picture."""
 
     pixels: int = 2**26  # pixels of an image or a video frame before resizing: 8192 x 8192
     frames: int = 2**20  # frames of a video: 9.7 hours at 30 a second

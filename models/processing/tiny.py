@@ -15,16 +15,14 @@ from .settings import FrameSettings, PixelSettings
 
 END = "<|endoftext|>"
 TIMES = "<0123456789. seconds>"  # characters of the times of frame pairs
-# The tokens stand in the order of Qwen's vocabularies. `END` has id 0, pads, and ends an answer.
+# The tokens stand in the order of Qwen's vocabularies. `END`, with id 0, pads rows and ends an answer.
 SPECIAL_TOKENS = (END, "<|im_start|>", "<|im_end|>", *MEDIA_TOKENS)
 
 
 def build_tokenizer(texts: Iterable[str], words: Sequence[str] = (), *, marks: bool = True) -> Tokenizer:
     """A tokenizer with a token for every character of `texts` and `words`, and for each of `words` as a complete word.
-
-    Ids depend on the sets of characters and words only, not on their order. Media marks in the texts are skipped, or
-    treated as text with `marks=False`. The tokenizer raises an error for an unknown character.
-    """
+    The order of texts and words does not change ids. Media marks in the texts are skipped, or treated as text with
+    `marks=False`. The tokenizer raises an error for an unknown character."""
     characters = sorted(set("".join(MARK.sub("", text) if marks else text for text in texts)) | set("".join(words)))
     whole = sorted(set(words) - set(characters))
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *characters, *whole))}
@@ -46,11 +44,8 @@ def build(
     max_pixels: int = 128 * 128,
     num_frames: int = 4,
 ) -> Processor:
-    """A processor whose tokenizer covers `texts` and `words`; for text only if `layout` is None.
-
-    `layout` must equal `PatchLayout.of(config.vision)` of the model. `<|endoftext|>` is the only token that ends an
-    answer.
-    """
+    """A processor whose tokenizer covers `texts` and `words`; for text only if `layout` is None. `layout` must equal
+    `PatchLayout.of(config.vision)` of the model. `<|endoftext|>` is the only token that ends an answer."""
     if layout is not None and layout.timed:
         texts = [*texts, TIMES]
     tokenizer = build_tokenizer(texts, words, marks=layout is not None)

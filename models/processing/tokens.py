@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def read_settings(folder: pathlib.Path) -> JsonObject:
-    """Returns tokenizer_config.json; without `added_tokens_decoder` in it, with the settings of two older files."""
+    """The settings of tokenizer_config.json. If `added_tokens_decoder` is missing, settings of two older files are
+    added."""
     settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
         settings |= read_json(folder / "special_tokens_map.json")
@@ -41,7 +42,7 @@ def load_tokenizer(folder: pathlib.Path, settings: JsonObject) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
         raise ValueError(f"{file} is not a tokenizer: {error}") from error
-    # The file may store truncation and padding of somebody's last batch: they would cut or fill up every prompt.
+    # The file may store truncation and padding of somebody's last batch, which would cut or fill up every prompt.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     stored = list(tokenizer.get_added_tokens_decoder().values())
@@ -59,7 +60,7 @@ def load_tokenizer(folder: pathlib.Path, settings: JsonObject) -> Tokenizer:
 
 
 def named_tokens(settings: JsonObject) -> dict[str, str]:
-    """The special tokens that have a name, such as `bos_token`. The files have texts or dictionaries for them."""
+    """The special tokens that have a name, such as `bos_token`. A file has a text or a dictionary for each token."""
     entries = ((name, entry.get("content") if isinstance(entry, dict) else entry) for name, entry in settings.items())
     return {name: token for name, token in entries if name.endswith("_token") and token and isinstance(token, str)}
 
@@ -79,7 +80,7 @@ def find_template(folder: pathlib.Path) -> str:
 @functools.cache
 def _environment() -> jinja2.Environment:
     """The environment in which templates are rendered, as in transformers."""
-    import jinja2.ext  # takes a tenth of a second
+    import jinja2.ext  # importing takes 0.1 s
     import jinja2.nodes
     import jinja2.sandbox
 
@@ -99,14 +100,14 @@ def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, GenerationTag]
     )
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's escapes HTML
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's filter escapes HTML
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
 
 
 def render(template: str, messages: Sequence[JsonObject], **variables: str) -> str:
-    """The conversation as text, up to the assistant's answer. Raises PromptError if the template refuses it."""
+    """The conversation as text, up to the assistant's answer. Raises PromptError if the template raises an error."""
     given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
     try:
         return _environment().from_string(template).render({**variables, **given})

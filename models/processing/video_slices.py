@@ -1,10 +1,11 @@
 """Decodes some of a video's sampled frames, beginning at the nearest entry point before them.
 
 Frames are identified by their times. All packets are read first, without decoding. Their sorted times are the frames'
-times, as a complete decoding has shown (`Medium.seekable`). Then the packets from an entry point on (`EntryPoints`)
-go to a decoder, until the last requested frame is there. Each packet must equal the packet that was read before, and
-each frame must have the next time of the list: a decoding from the start would give the same frames. If anything
-differs, also without seeking, `slice` returns None, and the caller decodes the complete file.
+times, as a complete decoding has shown (`Medium.seekable`). Then the packets from an entry point on (`EntryPoints`) go
+to a decoder, until the last requested frame is there. Each packet must equal the packet that was read before, and each
+frame must have the next time of the list. A decoding from the start would then give the same frames. If a packet or
+frame differs after seeking, the packets are read without seeking. If a packet or frame differs again, `slice` returns
+None, and the caller decodes the complete file.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Slice:
 class _Note(NamedTuple):
     """Facts of a packet that was read and not decoded. Times are in the stream's time base."""
 
-    time: int | None  # time of its frame
-    begin: int | None  # time of its decoding
+    time: int | None  # time of the packet's frame
+    begin: int | None  # time of the frame's decoding
     duration: int
     place: int | None  # byte offset in the file; None: unknown
     size: int
@@ -75,11 +76,8 @@ class VideoSlicer(VideoReader):
     medium: Medium
 
     def slice(self, pairs: range) -> Slice | None:
-        """The sampled frames of the frame pairs `pairs`.
-
-        None if the file has changed, or if only a complete decoding can identify the frames. Raises MediaError for a
-        file that can't be used.
-        """
+        """The sampled frames of the frame pairs `pairs`. None if the file has changed, or if only a complete decoding
+        can identify the frames. Raises MediaError for a file that can't be used."""
         with contextlib.suppress(_Unexpected, FFmpegError, OSError):
             container, stream = open_container(self.file, self.name, self.limits)
             with container:
@@ -121,7 +119,7 @@ class VideoSlicer(VideoReader):
         return notes
 
     def _indices(self, stream: VideoStream, times: list[int], durations: list[int]) -> np.ndarray:
-        """The indices of the sampled frames. Raises _Unexpected if they don't fit the medium."""
+        """The indices of the sampled frames. Raises _Unexpected if the indices don't fit the medium."""
         seconds = duration_of(times, durations, stream.time_base, stream)
         patch = self.layout.temporal_patch_size
         try:
@@ -177,8 +175,8 @@ def _sought(container: InputContainer, stream: VideoStream, plan: _Plan) -> Iter
 
 
 def _checked(packets: Iterable[Packet], stream: VideoStream, plan: _Plan, number: int) -> Iterator[Packet]:
-    """Yields the packets from the plan's first packet on; `packets` begins with number `number`. Raises _Unexpected
-    for a packet that does not fit its note."""
+    """Yields the packets from the plan's first packet on. `packets` begins with the packet of number `number`. Raises
+    _Unexpected for a packet that does not fit its note."""
     codec = stream.codec.canonical_name
     for packet in packets:
         if packet.size:

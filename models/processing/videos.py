@@ -36,11 +36,10 @@ Keep: TypeAlias = Callable[[int, int, np.ndarray], object]
 def sample_indices(
     total: int, seconds: float | None, frames: FrameSettings, temporal_patch: int, *, timed: bool = False
 ) -> np.ndarray:
-    """Indices of the frames to sample among `total` frames of `seconds`, spread as in `Qwen2VLVideoProcessor`; or with
-    `timed` as in `Qwen3VLVideoProcessor`, which samples the last frame, too, and any number of frames.
-
-    Raises ValueError if `total` is 0, and if `frames` has more frames than `total`, or a rate while `seconds` is None.
-    """
+    """Indices of the frames to sample among `total` frames of `seconds`, spread as in `Qwen2VLVideoProcessor`. With
+    `timed`, frames are spread as in `Qwen3VLVideoProcessor`, which also samples the last frame, and allows any number
+    of frames. Raises ValueError if `total` is 0, and if `frames` has more frames than `total`, or a rate while
+    `seconds` is None."""
     if total < 1:
         raise ValueError("has no frames")
     if frames.num_frames and timed:
@@ -109,12 +108,9 @@ class VideoReader:
     limits: DecodeLimits
 
     def read(self, keep: Keep) -> Sampling:
-        """Decodes, samples and resizes the video, and gives `keep` one sampled frame after the other.
-
-        If `keep` gets a first frame again, all frames before it are void: the header was wrong about the frames, and
-        sampling begins anew. Raises MediaError if the frames would not be right, as in a file that was cut off, or if
-        the video exceeds `limits`. All frames are void then.
-        """
+        """Decodes, samples and resizes the video, and gives `keep` one sampled frame after the other. If the header is
+        wrong about the frames, sampling begins anew with the first frame, and all earlier frames are void. Raises
+        MediaError for a video beyond `limits`, and for a damaged or cut-off file. All frames are void then."""
         total, seconds, decoded = 0, None, False
         for _ in range(MAX_PASSES):
             container, stream = open_container(self.file, self.name, self.limits)
@@ -191,7 +187,8 @@ class VideoReader:
     def _every_frame(
         self, container: InputContainer, stream: VideoStream, ending: Ending, told: list[int | None]
     ) -> Iterator[av.VideoFrame]:
-        """Yields decoded frames in order. `ending` sees every packet; `told` gets the times of shown packets."""
+        """Yields decoded frames in order. `ending` sees every packet; `told` gets the times of the packets that are
+        shown."""
         count, codec = 0, stream.codec.canonical_name
         for packet in container.demux():
             ending.saw(packet)
@@ -279,11 +276,9 @@ def _sorted(times: Sequence[int | None]) -> Sequence[int | None]:
 def span(
     times: Sequence[int | None], durations: Sequence[int], base: fractions.Fraction | None, at_rate: float | None
 ) -> float | None:
-    """The seconds from the first frame's start to the last frame's end; None if they are unknown.
-
-    Timestamps count if they are complete and increasing; else the frames' own durations, which a bare stream has
-    from its parameter sets; else the header's rate (`at_rate`), which for a bare stream is the demuxer's guess.
-    """
+    """The seconds from the first frame's start to the last frame's end; None if the seconds are unknown. Timestamps
+    count if they are complete and increasing, else the frames' own durations, else the header's rate (`at_rate`). A
+    bare stream has durations from its parameter sets, and its rate is the demuxer's guess."""
     if base and increasing(times):
         known = [time for time in times if time is not None]
         ticks = known[-1] - known[0]
@@ -297,10 +292,8 @@ def span(
 
 
 def video_facts(source: Source, limits: DecodeLimits, *, count: bool = False) -> Facts:
-    """The facts of a video. Reads all packets with `count`, or if the header has no credible number of frames.
-
-    Raises MediaError for a file that can't be used, as far as packets and the first frame tell.
-    """
+    """The facts of a video. Reads all packets with `count`, or if the header has no credible number of frames. Raises
+    MediaError for a file that can't be used, as far as packets and the first frame tell."""
     name = source_name(source)
     with opened(source) as file:
         container, stream = open_container(file, name, limits)
@@ -331,7 +324,7 @@ def _count(
     container: InputContainer, stream: VideoStream, begin: int | None, name: str, limits: DecodeLimits
 ) -> tuple[int, float | None]:
     """Returns (number of frames, their duration in seconds), by the packets of the stream. Frames before the tick
-    `begin` do not count: they refer to frames that a recording may lack."""
+    `begin` do not count, since these refer to frames that a recording may lack."""
     shown: list[tuple[int | None, int]] = []  # time and duration in ticks
     for packet in container.demux(stream):
         if is_shown(packet, stream.codec.canonical_name):

@@ -1,6 +1,6 @@
 """Qwen3-VL: the decoder of Qwen3, and a vision tower several of whose layers the decoder reads (DeepStack).
 
-Every layer of the tower attends within a frame pair. Its patches have learned positions, too: a square grid, resampled
+Every layer of the tower attends within a frame pair. Patches also have learned positions: a square grid, resampled
 bilinearly to the rows and columns of each frame. The tower's layers are cut into stacks behind each layer whose
 features the decoder reads, so that a walk hands on only a hidden state.
 """
@@ -23,10 +23,8 @@ from ..qwen2_5_vl.modeling import NORM_EPS, PatchEmbed, PatchMerger, Qwen25VL, V
 def grid_taps(
     positions_P2: Int[Array, "P 2"], frame_segments_P: Int[Array, " P"], side: int
 ) -> tuple[Int[Array, "P 4"], Float[Array, "P 4"]]:
-    """The four entries of a grid `[side, side]`, row by row, between which a patch lies, and the weight of each.
-
-    The corners of a frame lie on the corners of the grid. Patches of padding (segment 0) get arbitrary entries.
-    """
+    """The four entries of a grid `[side, side]`, row by row, between which a patch lies, and the weight of each. The
+    corners of a frame lie on the corners of the grid. Patches of padding (segment 0) get arbitrary entries."""
     begins_P = jnp.diff(frame_segments_P, prepend=frame_segments_P[:1]) != 0
     frame_P = jnp.cumsum(begins_P.astype(jnp.int32))
     last_S2 = jax.ops.segment_max(positions_P2, frame_P, len(frame_P), indices_are_sorted=True)
@@ -78,8 +76,8 @@ class DeepVisionTower(nnx.Module):
         self.merger = PatchMerger(config, rngs, LayerNorm(config.hidden_size, NORM_EPS, rngs))
 
     def __call__(self, walk: Walk, vision: VisionInput) -> Float[Array, "M X"]:
-        """Merged features of the packed patches: those of the last layer, then those of each of `deepstack_layers`,
-        side by side. Rows of padding are finite and meaningless."""
+        """Merged features of the packed patches: features of the last layer, then of each of `deepstack_layers`, side
+        by side. Rows of padding are finite and meaningless."""
         x = walk.use(self.patch_embed)(jnp.asarray(vision.patches_PX))
         x = x + walk.use(self.positions)(vision)
         rotary = axial_rotary(self.config, jnp.asarray(vision.positions_P2))

@@ -34,17 +34,17 @@ _NEWS = 2.0  # seconds within which the wires report a death that broke a transf
 
 class Links:
     """Arrays travel through `jax.experimental.transfer`. One TCP connection between each two processes carries messages
-    and notices a death at once. Any thread may call the methods, but only one thread at a time `receive` from one
-    process and `barrier` of one name.
+    and notices a death at once. Any thread may call the methods. Only one thread at a time may call `receive` for one
+    process, or `barrier` with one name.
 
     Creation is collective: all processes of `jax.distributed` (started by `initialize` of this package) create `Links`
-    in the same order. A single process opens no connection: it has no peer to fetch from or to wait for.
+    in the same order. A single process opens no connection.
 
     A peer is lost if its connection closes without a message (its process was killed or crashed), or if it sends
     nothing for `timeout` seconds (its process is stopped, its host or network is gone). `timeout` must be below JAX's
-    own `heartbeat_timeout_seconds`. After a loss or a reported failure, waits and later calls raise LinkError, every
-    peer gets a report, and `leave` ends this process after `grace` seconds: a thread inside a collective with a dead
-    process can't be woken.
+    own `heartbeat_timeout_seconds`. After a loss or a reported failure, waits and later calls raise LinkError, and
+    every peer gets a report. `leave` ends this process after `grace` seconds, since a thread inside a collective with a
+    dead process can't be woken.
 
     Peers reach this process over loopback if all processes share a host, and otherwise at the address from which this
     host speaks to them. Raises LinkError if the processes do not reach each other within `timeout`.
@@ -53,7 +53,7 @@ class Links:
     def __init__(self, *, timeout: float = 60.0, grace: float = 10.0) -> None:
         self.process = jax.process_index()
         self.processes = jax.process_count()
-        self.rank_here = 0  # lower-numbered processes that share this process's loopback interface, and so its ports
+        self.rank_here = 0  # number of lower-numbered processes that share this process's loopback interface
         self._timeout = timeout
         self._grace = grace
         self._news = threading.Condition()  # guards the fields below
@@ -62,7 +62,7 @@ class Links:
         self._failure = ""
         self._announced = False  # a failure is being reported, or has been reported
         self._closed = False
-        self._peers_closed: dict[int, float] = {}  # when each closed peer closed
+        self._peers_closed: dict[int, float] = {}  # time at which each closed peer closed
         self._cards: list[Card] = []
         self._peers = [peer for peer in range(self.processes) if peer != self.process]
         self._wires: Wires | None = None
@@ -88,7 +88,7 @@ class Links:
         self._probe()
 
     def _probe(self) -> None:
-        """Fetches one number from each peer: a firewall that blocks arrays fails here, instead of hanging later."""
+        """Fetches one number from each peer, so that a firewall that blocks arrays is noticed here."""
         device = jax.local_devices()[0]
         for peer in self._peers:
             self.offer(_PROBE - peer, [jax.device_put(np.array([self.process], np.int32), device)])
@@ -102,12 +102,10 @@ class Links:
         self.barrier("links")
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
-        """Offers `arrays` under `key`; one peer fetches them, once. Each array is on one local device and may still be
-        computing. Raises ValueError for an empty array, for which the transfer engine would wait for ever.
-
-        Does not wait. A key is 0 to 2**63 and used once in the life of this process. The arrays are held until they
-        have been fetched; donating or deleting an array earlier breaks the fetch.
-        """
+        """Offers `arrays` under `key` for one fetch by one peer. Each array is on one local device and may still be
+        computing. Raises ValueError for an empty array, for which the transfer engine would wait for ever. Does not
+        wait. A key is 0 to 2**63 and used once in the life of this process. The arrays are held until they have been
+        fetched; donating or deleting an array earlier breaks the fetch."""
         self.check()
         if not all(array.size for array in arrays):
             raise ValueError(f"an empty array is offered under {key}: whoever fetches it would wait for ever")
@@ -116,11 +114,9 @@ class Links:
 
     def fetch(self, process: int, key: int, like: Sequence[jax.ShapeDtypeStruct], device: Device) -> list[jax.Array]:
         """Fetches to the local `device` the arrays that `process` offers, or will offer, under `key`. Does not wait.
-
-        The arrays have the shapes and dtypes of `like`, which must be those of the offer. Like results of a program
-        they are filled in later, and programs can be called on them meanwhile. Wait with `ready` for them and for
-        results computed from them: `jax.block_until_ready` hangs if the peer hangs.
-        """
+        The arrays have the shapes and dtypes of `like`, which must be those of the offer. Programs can be called on the
+        arrays before they are filled in. Wait with `ready` for the arrays, and for results computed from them, since
+        `jax.block_until_ready` hangs if the peer hangs."""
         self.check()
         if process not in self._peers:
             raise ValueError(f"process {self.process} of {self.processes} can't fetch from process {process}")
@@ -142,10 +138,8 @@ class Links:
         raise self._error()
 
     def explain(self, error: BaseException) -> BaseException:
-        """Returns the LinkError that explains the error of a program, a collective or a transfer; without one, `error`.
-
-        Waits up to two seconds: a program that needed a dead process may fail before the wires report the death.
-        """
+        """Returns the LinkError that explains the error of a program, a collective or a transfer, or else `error`.
+        Waits up to two seconds: a program that needed a dead process may fail before the wires report the death."""
         if self._peers and not isinstance(error, LinkError):
             with self._news:
                 if self._news.wait_for(lambda: self._failure, _NEWS):
@@ -269,7 +263,7 @@ class Links:
 
     def _hopeless(self) -> bool:
         """Says whether missing messages and arrays will never arrive: after a failure, or when a peer has been closed
-        for longer than the time-out. Until then they may be under way, or come from another peer."""
+        for longer than the time-out. Until then messages may be under way, or come from another peer."""
         late = time.monotonic() - self._timeout
         return self._over() or any(when < late for when in self._peers_closed.values())
 
@@ -324,10 +318,8 @@ class Links:
 
 def _arrive(arrays: Sequence[jax.Array], hopeless: Callable[[], bool]) -> bool:
     """Returns True once all `arrays` are fetched or computed, False soon after `hopeless()`: JAX's own wait for a
-    hanging peer never ends. Raises the error of the program or the transfer that should have filled them.
-
-    JAX's wait runs in a thread that can't be stopped: if the arrays never arrive, it waits until the process ends.
-    """
+    hanging peer never ends. Raises the error of the program or the transfer that should have filled the arrays. JAX's
+    wait runs in a thread that can't be stopped. If the arrays never arrive, the thread waits until the process ends."""
     done, errors = threading.Event(), list[Exception]()
 
     def wait() -> None:
@@ -350,12 +342,10 @@ _ending = threading.Lock()
 
 
 def leave(error: BaseException, links: Links | None = None, code: int = 1) -> NoReturn:
-    """Reports `error` to the peers, and ends this process with one line on standard error and exit status `code`.
-
-    The process ends at once and without Python's exit handlers, so files must be written before. One of the handlers is
-    JAX's shutdown: it waits for all processes, for dead processes until the heartbeat time-out (100 s), and aborts.
-    Also, a thread that waits within JAX for arrays that never arrive aborts an interpreter that is about to end.
-    """
+    """Reports `error` to the peers, and ends this process with one line on standard error and exit status `code`. The
+    process ends at once and without Python's exit handlers, so files must be written before. JAX's shutdown, one of the
+    handlers, waits for dead processes until the heartbeat time-out (100 s), and aborts. A thread that waits within JAX
+    for arrays that never arrive aborts an interpreter that is about to end."""
     error = error if links is None else links.explain(error)
     line = str(error) if isinstance(error, LinkError) else f"{type(error).__name__}: {error}"
     if links is not None:

@@ -1,15 +1,14 @@
-"""The processes of a run find each other: the address at which each is reached, and a wire between each two.
+"""Exchanges the addresses of the processes of a run, and makes a wire between each two processes.
 
-They first exchange addresses and secrets through `jax.distributed`. A connection counts only if the caller names its
+The processes exchange addresses and secrets through `jax.distributed`. A connection counts only if the caller names its
 own process and the secret of the called process.
 
-`initialize` starts `jax.distributed` so that the other processes have time to report the death of process 0. Process
-0 serves JAX's coordination service. When its connection closes, JAX 0.10.2 aborts every other process within 0.1 s,
-with a stack trace and SIGABRT; neither `jax_enable_recoverability` nor a heartbeat time-out changes that, and a
-callback in Python can't be given (its argument can't be converted). But only a closing connection causes the abort:
-while it stays open, missing heartbeats end a process only after `heartbeat_timeout_seconds` (100). So each of the other
-processes reaches the service through a relay of its own, which forwards every byte. Once the relay has reached the
-service, it never closes the connection to its process.
+`initialize` starts `jax.distributed` so that the other processes have time to report the death of process 0. Process 0
+serves JAX's coordination service. When its connection closes, JAX 0.10.2 aborts every other process within 0.1 s, with
+a stack trace and SIGABRT. No option prevents the abort. While the connection stays open, missing heartbeats end a
+process only after `heartbeat_timeout_seconds` (100). Each of the other processes therefore reaches the service through
+a relay of its own, which forwards every byte. Once the relay has reached the service, it never closes the connection to
+its process.
 """
 
 import contextlib
@@ -76,9 +75,7 @@ def place() -> str:
 
 def own_address(peer_hosts: Sequence[str]) -> str:
     """Returns this host's IP address towards the first of `peer_hosts` (names) that it does not reach over loopback.
-
-    Without such a host, returns the address of the default route, or 127.0.0.1 without such a route. Sends nothing.
-    """
+    Without such a host, returns the address of the default route, or 127.0.0.1 without such a route. Sends nothing."""
     for name in (*peer_hosts, "192.0.2.1"):  # an address for documentation: it belongs to nobody
         try:
             found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
@@ -106,9 +103,7 @@ def listen(address: str, processes: int) -> socket.socket:
 
 def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: float) -> dict[int, Wire]:
     """Makes a wire to every peer: calls processes with lower numbers; the other processes call this one at `door`.
-
-    Raises LinkError if a peer is missing after `timeout` seconds.
-    """
+    Raises LinkError if a peer is missing after `timeout` seconds."""
     wires: dict[int, Wire] = {}
     here, end = cards[process], time.monotonic() + timeout
     with contextlib.ExitStack() as opened:  # closes the wires if a peer is missing
@@ -145,11 +140,9 @@ def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: f
 
 
 def _callers(door: socket.socket, most: int, end: float) -> Generator[tuple[socket.socket, bytes]]:
-    """Yields each caller with its greeting as soon as the greeting's line is complete: no caller waits for another.
-
-    At most `most` callers without a greeting stay connected: a further caller replaces the oldest. Raises OSError at
-    `end`.
-    """
+    """Yields each caller with its greeting as soon as the greeting's line is complete: no caller waits for another. At
+    most `most` callers without a greeting stay connected: a further caller replaces the oldest. Raises OSError at
+    `end`."""
     said: dict[socket.socket, bytes] = {}
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as leaving:
         leaving.callback(lambda: [caller.close() for caller in said])
@@ -201,11 +194,9 @@ def _greeted(greeting: bytes, secret: str) -> int:
 
 def initialize(coordinator: str, processes: int, process: int, **options: Any) -> None:
     """Calls `jax.distributed.initialize` with these arguments; all processes but 0 reach `coordinator` through a relay.
-
     `coordinator` is `host:port`; on loopback, no other host reaches the service. `heartbeat_timeout_seconds` must stay
     above the time-out of `Links`: otherwise `Links` has no time to name a process that hangs. The relay can run in
-    threads of this process, since JAX's calls to the service release the interpreter lock.
-    """
+    threads of this process, since JAX's calls to the service release the interpreter lock."""
     if process > 0:
         coordinator = _relay(coordinator)
     elif is_loopback(coordinator.rpartition(":")[0]):
@@ -214,7 +205,7 @@ def initialize(coordinator: str, processes: int, process: int, **options: Any) -
 
 
 def is_loopback(host: str) -> bool:
-    """Says whether a name or address is loopback: on every host it means that host itself."""
+    """Says whether `host` is a loopback address, or the name localhost."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -254,7 +245,7 @@ def _relay_to(near: socket.socket, target: tuple[str, int]) -> None:
 
 
 def _forward(source: socket.socket, target: socket.socket, close: bool) -> None:
-    """Forwards until either side ends. Then ends sending to `target` if `close` (see the module's docstring)."""
+    """Forwards until either side ends. With `close`, then ends sending to `target` (see the module's docstring)."""
     with contextlib.suppress(OSError):
         while piece := source.recv(_PIECE):
             target.sendall(piece)

@@ -45,10 +45,8 @@ class Wire:
         return cls(end, end.makefile("rb"), threading.Lock())
 
     def write(self, message: Message, *data: bytes) -> None:
-        """Sends a message, then `data`, whose total length must be the message's field `bytes`.
-
-        Sending copies no data.
-        """
+        """Sends a message, then `data`, whose total length must be the message's field `bytes`. Sending copies no
+        data."""
         head = json.dumps(message).encode() + b"\n"
         missing = len(head) + int(message.get("bytes", 0))
         waiting: list[bytes | memoryview] = [head, *data]
@@ -85,13 +83,10 @@ class Wire:
 
 
 class Wires:
-    """The wires of one process at work. `heard(process, message, data)` is called for every message of a peer, in
-    order, and `gone(process, why)` once, after the last message; both from the thread that listens to this peer.
-
-    A peer that sends no byte for `timeout` seconds is gone. A thread of every process sends at least five heartbeats in
-    this time. Heartbeats stop only if the process is stopped, is cut off, holds the interpreter lock, or has a peer
-    that reads nothing.
-    """
+    """The wires of one process at work. The thread that listens to a peer calls `heard(process, message, data)` for
+    every message, in order, and `gone(process, why)` once, after the last message. A peer that sends no byte for
+    `timeout` seconds is gone. A thread of every process sends at least five heartbeats in this time. Heartbeats stop
+    only if the process is stopped, is cut off, holds the interpreter lock, or has a peer that reads nothing."""
 
     def __init__(
         self,

@@ -4,17 +4,17 @@ One number, the async ratio, decides how many prompts are submitted. Prompts are
 
     submitted <= (step + 1 + ratio * max_staleness) * prompts_per_step
 
-(AReaL's bound on capacity, arXiv:2505.24298, section 5.1, with ratio * max_staleness for its eta). At ratio 0 this is
-the synchronous policy, instruction for instruction. After each step a PID controller moves the ratio so that the
-staleness of the trained data stays at its target. A barrier follows if staleness is more than `TOLERANCE` above the
-target, or after more than `SYNC_INTERVAL` steps without a barrier: all running responses end and are trained on before
-new prompts begin.
+(AReaL's bound on capacity, arXiv:2505.24298, section 5.1, with ratio * max_staleness for its eta). At ratio 0 the
+instructions are those of the synchronous policy. After each step a PID controller moves the ratio so that the staleness
+of the trained data stays at its target. A barrier follows if staleness is more than `TOLERANCE` above the target, or
+after more than `SYNC_INTERVAL` steps without a barrier. At a barrier, all running responses end and are trained on
+before new prompts begin.
 
 No token that is more than `max_staleness` versions old is trained on. Training waits for an unfinished group that would
 otherwise become too old. A prompt whose group became too old is generated again.
 
-If there are more groups than a step needs, `compose` chooses among them (Flux, component 4), as a pure function.
-Candidates are in draw order or, with `stalest`, stalest first. With `curriculum`, their order is random at the start of
+If there are more groups than a step needs, `compose` chooses among the groups (Flux, component 4), as a pure function.
+Candidates are in draw order or, with `stalest`, stalest first. With `curriculum`, the order is random at the start of
 the run; at the end of the run, easy groups come first. Then candidates are taken from each stratum in proportion to its
 size (`stratify`: strata by staleness; `diversity`: by source and kinds of media). With `lengths`, each stratum gives
 groups about as long as the first candidate. Groups that would soon be too old are taken before all others.
@@ -43,7 +43,7 @@ TOLERANCE = 0.05  # a barrier is forced if staleness exceeds the target by more 
 SYNC_INTERVAL = 10  # a barrier is forced after more steps than this without a barrier
 KL_WEIGHT, VARIANCE_WEIGHT, GAP_WEIGHT = 0.4, 0.3, 0.3
 KL_NORMALIZER = 0.1  # nats that count as staleness 1
-VARIANCE_NORMALIZER = 2.0  # log1p of the variance of importance weights that counts as 1
+VARIANCE_NORMALIZER = 2.0  # log1p of the variance of importance weights that counts as staleness 1
 
 _CHOICE = 2  # with `lengths`: candidates that are compared for each candidate that is taken
 
@@ -203,10 +203,10 @@ class AdaptiveAsync(Base):
 def staleness(metrics: Mapping[str, float], max_staleness: int) -> float:
     """Returns the distance between the policy and the policy that generated its data, in [0, 1] (Flux, component 1).
 
-    It is the weighted sum of three metrics of a step, each divided by the value that counts as 1: KL(behaviour ||
-    policy) in nats, `staleness/kl`; `log1p` of the variance of importance weights, `staleness/variance`; the mean
-    number of versions between generation and training, `staleness/lag_mean`. A step without these metrics (a batch that
-    no engine generated) has staleness 0.
+    The distance is the weighted sum of three metrics of a step, each divided by the value that counts as 1:
+    KL(behaviour || policy) in nats, `staleness/kl`; `log1p` of the variance of importance weights,
+    `staleness/variance`; the mean number of versions between generation and training, `staleness/lag_mean`. A step
+    without these metrics (a batch that no engine generated) has staleness 0.
     """
     kl = metrics.get("staleness/kl", 0.0) / KL_NORMALIZER
     variance = math.log1p(max(metrics.get("staleness/variance", 0.0), 0.0)) / VARIANCE_NORMALIZER
@@ -249,10 +249,10 @@ def compose(
     seed: int,
     step: int,
 ) -> tuple[Group, ...]:
-    """Chooses `count` of `groups`; returns them in draw order.
+    """Returns the chosen `count` of `groups`, in draw order.
 
     Groups that are `max_staleness - 1` versions old or older are taken first, the oldest before others. `prefer` names
-    options of the module's docstring; without options, the other groups are taken in draw order.
+    options of the module's docstring. Without options, the remaining groups are taken in draw order.
 
     `version` is the version of the trainer's weights, `progress` the share of the run's steps that are done. Raises
     `ValueError` for fewer than `count` groups, and for a group that is more than `max_staleness` versions old.

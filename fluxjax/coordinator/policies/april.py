@@ -1,10 +1,10 @@
 """Active partial rollouts (APRIL; Flux, component 2): more prompts than a step needs, continued over rounds.
 
 A round ends when the groups of a step are complete. The tokens of unfinished groups stay in the books with their
-log-probs and versions; these groups continue in the next round under the new weights. So a response may have several
+log-probs and versions; these groups continue in the next round under the new weights. A response may thus have several
 versions, for which the algorithm's importance correction accounts. Prompts that are predicted to end first are
 submitted first. A round waits for prompts that would be too old for the next round: older than `max_staleness`
-versions. Groups that are too old all the same lose their tokens and are generated again.
+versions. Groups that are nevertheless too old lose their tokens and are generated again.
 """
 
 import dataclasses

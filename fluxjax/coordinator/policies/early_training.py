@@ -2,18 +2,18 @@
 
 The stream trainer computes gradients of complete groups while other responses are generated (Flexes, section 4.4).
 
-Engines run out of work towards the end of a round. At milestones of the round, the helper projects the peak of the
-caches: can half of the engines hold all running responses? If so, the other half is lent to training until the round is
-over. The responses on lent engines continue on other engines: their tokens stay, their cache is computed again. The
-devices of the lent engines then compute the gradients of complete groups, a few groups at a time. The update waits for
-the end of the round, so that the trained tokens are no older than without this helper.
+Engines run out of work towards the end of a round. At milestones of the round, the helper projects whether the caches
+of half of the engines can hold all running responses. If the caches suffice, the other engines are lent to training
+until the round is over. The responses on lent engines continue on other engines: their tokens stay, their cache is
+computed again. The devices of the lent engines then compute the gradients of complete groups, a few groups at a time.
+The update waits for the end of the round, so that the trained tokens are no older than without this helper.
 
 Speculative sync begins to train before a batch is complete, if the batch is predicted to be complete in time.
 
 Source: Flux, insight 2 and its table ("predicts long-tail rollouts, starts training early"). The gradients of the
 complete groups take some time. If the missing responses are predicted to end within that time, with at least the set
-confidence, these gradients are computed at once, on the trainer's devices; the update waits for the missing groups. So
-training stays exactly as on-policy as without the helper. A wrong prediction costs only time, and only if engines and
+confidence, these gradients are computed at once, on the trainer's devices; the update waits for the missing groups.
+Training is thus exactly as on-policy as without the helper. A wrong prediction costs only time, and only if engines and
 trainer share devices: the running responses then end later.
 """
 
@@ -54,7 +54,7 @@ class StreamTrainer:
         chunk = self.chunk or math.ceil(coordinator.settings.prompts_per_step / 8)
         if len(ready) < chunk:
             return []
-        # Small portions: when the round ends, training on all devices waits for the portion under way.
+        # Portions are small because training on all devices waits, when the round ends, for the portion under way.
         groups = tuple(entry.group() for entry in ready[:chunk])
         return [Accumulate(coordinator.step + 1, groups, tuple(sorted(coordinator.fleet.lent)))]
 
@@ -76,11 +76,9 @@ class StreamTrainer:
 
 
 def projected_tokens(coordinator: Coordinator) -> float:
-    """Predicts the tokens in all caches when all running responses have their predicted lengths.
-
-    Responses of a group begin together and grow at the same pace: a running response is at least as long as the group's
-    ended responses.
-    """
+    """Predicts the tokens in all caches when all running responses have their predicted lengths. Responses of a group
+    begin together and grow at the same pace, so that a running response is at least as long as the group's ended
+    responses."""
     total, reserved = 0.0, coordinator.settings.kv_reserved
     for entry in coordinator.ledger.at(PromptStage.RUNNING):
         tokens = entry.prompt.tokens + coordinator.lengths.predict(entry.prompt, running=entry.longest)

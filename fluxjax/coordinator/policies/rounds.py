@@ -124,7 +124,6 @@ class Rounds(Base, abc.ABC):
         return bool(coordinator.stop_reason and coordinator.ledger.dropped and self._missing(coordinator) > 0)
 
     def _missing(self, coordinator: Coordinator) -> int:
-        """Returns the number of groups that the step still lacks."""
         trained = coordinator.ledger.count(PromptStage.SCORED, PromptStage.TRAINING)
         return coordinator.settings.prompts_per_step - trained
 
@@ -151,7 +150,6 @@ class Rounds(Base, abc.ABC):
         return [messages.Train(coordinator.step + 1, groups)]
 
     def _check_versions(self, coordinator: Coordinator, groups: Sequence[Group]) -> None:
-        """Raises `CoordinatorError` for a token that is too old to be trained on."""
         oldest = coordinator.version - self.max_staleness
         for sample in (sample for group in groups for sample in group.samples):
             response = sample.response
@@ -208,8 +206,8 @@ def generate(
     avoid: int = -1,
 ) -> Sequence[messages.Instruction]:
     """Returns the instruction to generate each entry on the engine of `engines` (empty: of all) that is not lent and
-    has the least predicted work. Engine `avoid` gets entries only if no other engine can. Entries with `keep(entry)`
-    continue their begun responses, with as many responses as before."""
+    has the least predicted work. Engine `avoid` gets entries only if all other engines are lent or not among `engines`.
+    Entries with `keep(entry)` continue their begun responses, with as many responses as before."""
     fleet = coordinator.fleet
     loads, requests = list(fleet.load), []
     for entry in entries:
@@ -226,12 +224,10 @@ def generate(
 
 
 class Synchronous(Rounds):
-    """Strictly on-policy training, step by step: the reference that every other policy is compared with.
-
-    One step: draw P prompts, generate G responses to each under one weight version, score each response as soon as it
-    ends, train on all P groups in draw order, publish the new weights. Evaluations and checkpoints come between steps,
-    when no prompt is in flight. The policy has no state of its own.
-    """
+    """Strictly on-policy training, step by step, with which every other policy is compared. One step: draw P prompts,
+    generate G responses to each under one weight version, score each response as soon as it ends, train on all P groups
+    in draw order, publish the new weights. Evaluations and checkpoints come between steps, when no prompt is in flight.
+    The policy has no state of its own."""
 
     def _in_round(self, coordinator: Coordinator) -> bool:
         return coordinator.ledger.live > 0

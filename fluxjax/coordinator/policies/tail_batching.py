@@ -1,16 +1,16 @@
 """Tail batching: rounds that do not wait for a few long responses (Flexes, section 3).
 
 A *short round* launches more prompts than a step needs, and more responses than a group needs. The first complete
-groups win; the other prompts are deferred. When enough prompts for a step are deferred, they get a *long round*, which
-launches no excess prompts or responses and cuts no response off. So no prompt is lost. If `max_staleness` is 0, the
-newest weights have generated all trained tokens.
+groups win; the other prompts are deferred. When enough prompts for a step are deferred, these prompts get a *long
+round*, which launches no excess prompts or responses and cuts no response off. No prompt is therefore lost. If
+`max_staleness` is 0, the newest weights have generated all trained tokens.
 
 If `max_staleness` is above 0, a long round also generates new prompts for its step. The groups of its deferred prompts
-are *held*: they join this step and the next steps, a few in each, so that every step has its share of long prompts. A
-held group may be up to `max_staleness` versions old.
+are *held*: a few join each of the next steps, so that every step has its share of long prompts. A held group may be up
+to `max_staleness` versions old.
 
 With dynamic sampling (Flexes, section 7) a round continues until enough groups have differing rewards; groups of equal
-rewards are skipped, never deferred, and new prompts are launched instead.
+rewards are skipped, and new prompts are launched instead.
 """
 
 import dataclasses
@@ -107,8 +107,8 @@ class TailBatching(Rounds):
         return self._train(coordinator, scored)
 
     def _share(self, coordinator: Coordinator, held: Sequence[Entry]) -> set[int]:
-        """Returns the draws of the held groups that join this step. The groups are spread evenly over the steps in
-        which they are not too old; when the data ends, as many join as the step needs."""
+        """Returns the draws of the held groups that join this step. Groups are spread evenly over the steps in which
+        their age is allowed. When the data ends, as many groups join as the step needs."""
         needed, version = coordinator.settings.prompts_per_step, coordinator.version
         born = {entry.prompt.draw: version if entry.stage is PromptStage.DEFERRED else entry.born for entry in held}
         share = needed if coordinator.exhausted else 0

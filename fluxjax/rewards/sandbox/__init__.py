@@ -1,4 +1,4 @@
-"""Sandboxes, which run the code of responses, behind one protocol: a remote service can take their place."""
+"""Sandboxes, which run the code of responses, behind one protocol that a remote service can implement, too."""
 
 from ...base.errors import ConfigError
 from .bubblewrap import Bubblewrap

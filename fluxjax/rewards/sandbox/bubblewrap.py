@@ -1,9 +1,9 @@
 """A sandbox of namespaces, which bubblewrap (https://github.com/containers/bubblewrap) makes for each job anew.
 
-A job sees the interpreter and /usr, read-only, its files in /box, and a small /tmp. It sees no network, process, user
-or other file of the host. As root, bubblewrap needs no user namespace, and each running job has a user id of its own:
-the processes of one job do not count towards the limits of another. Without root, bubblewrap makes a user namespace.
-All capabilities are dropped: as root, a job with capabilities could remount /usr and write to it. `seccomp.py` refuses
+A job sees the interpreter and /usr, read-only, its files in /box, and a small /tmp. The host's network, processes,
+users and other files are hidden. As root, bubblewrap needs no user namespace, and each running job has a user id of its
+own. The processes of one job then do not count towards the limits of another job. Without root, bubblewrap makes a user
+namespace. All capabilities are dropped, since a job of root could remount /usr and write to it. `seccomp.py` refuses
 system calls that lead to new capabilities. (Without root, a job can harm the first process of its own sandbox. That
 process has no more rights than the job.)
 """
@@ -79,7 +79,8 @@ class Bubblewrap(ProcessSandbox):
             yield Command(words, job.limits, tuple(descriptors))
 
     def _checked(self, outcome: Outcome, command: Command) -> Outcome:
-        """Raises `SandboxError` if bubblewrap reports no exit status: it ended before the job's command began."""
+        """Raises `SandboxError` if bubblewrap reports no exit status, since it then ended before the job's command
+        began."""
         if not outcome.reason and b'"exit-code"' not in os.pread(command.descriptors[0], 4096, 0):
             said = outcome.stderr.decode(errors="replace").strip()[:300]
             raise SandboxError(said or f"bubblewrap ended with status {outcome.exit}")

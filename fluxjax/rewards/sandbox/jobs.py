@@ -127,7 +127,7 @@ class Command:
 
 
 class Process:
-    """A process and its descendants. `outcome` waits for the process; `end` kills all with a reason for the outcome."""
+    """A process and its descendants. `outcome` waits for the process; `end` kills the process and all descendants."""
 
     def __init__(self, process: asyncio.subprocess.Process, limits: SandboxLimits, began: float) -> None:
         self._process, self._limits, self._began = process, limits, began
@@ -224,7 +224,7 @@ class Process:
 
 
 async def _converse(asking: Command, answering: Command) -> tuple[Outcome, Outcome]:
-    """Runs two processes, the output of each the input of the other; both are ended when the asking process ends."""
+    """Runs two processes, each with the other's output as its input. Both are ended when the asking process ends."""
     (hear, answer), (listen, ask) = os.pipe(), os.pipe()
     async with contextlib.AsyncExitStack() as stack:
         with contextlib.ExitStack() as ends:  # closes this process's copies: else no job would see an end of file
@@ -282,11 +282,9 @@ def _files(pid: int) -> int:
 
 
 class ProcessSandbox(abc.ABC):
-    """Runs at most `slots` jobs (or conversations) at a time; further jobs wait.
-
-    `python` is the interpreter of jobs, by default this process's; in a virtual environment, its base interpreter,
-    without the environment's packages.
-    """
+    """Runs at most `slots` jobs (or conversations) at a time; further jobs wait. `python` is the interpreter of jobs,
+    by default this process's. In a virtual environment, jobs get the base interpreter, without the environment's
+    packages."""
 
     def __init__(self, python: str | None = None, slots: int = 8) -> None:
         self.python = os.path.realpath(python or sys._base_executable)  # type: ignore[attr-defined]
@@ -315,11 +313,9 @@ class ProcessSandbox(abc.ABC):
 
 
 class BareSubprocess(ProcessSandbox):
-    """Runs jobs with the rights of this process: they read and write its files, use its network and may outlive it.
-
+    """Runs jobs with the rights of this process: jobs can read and write its files, use its network and outlive it.
     Time, output and resident memory are bounded; with prlimit also address space, CPU time, file size and open files.
-    The number of processes is not bounded.
-    """
+    The number of processes is not bounded."""
 
     def __init__(self, python: str | None = None, slots: int = 8) -> None:
         super().__init__(python, slots)

@@ -2,9 +2,9 @@
 
 The filter refuses namespaces, mounts, keys of the kernel, tracing, loading of kernel modules, and memory that no limit
 counts: memfd, System V objects, queues of inotify, and buffers of sockets. `socketpair(AF_UNIX)` is allowed, because
-event loops need it; no other socket is. `setsockopt` is refused because it could enlarge a buffer, and `bind` because
-many sockets could send to one socket that has a name, and fill its buffer. `clone` is refused only with flags of
-namespaces. Filters cannot read the flags of `clone3`, so that `clone3` fails with ENOSYS, and the C library uses
+event loops need it; other sockets are refused. `setsockopt` is refused because it could enlarge a buffer, and `bind`
+because many sockets could send to one socket that has a name, and fill its buffer. `clone` is refused only with flags
+of namespaces. Filters cannot read the flags of `clone3`, so that `clone3` fails with ENOSYS, and the C library uses
 `clone`.
 """
 
@@ -73,10 +73,8 @@ _REFUSED = {  # the numbers of each call on x86_64 and aarch64
 
 
 def program(machine: str | None = None) -> bytes:
-    """Returns the filter for `bwrap --seccomp`, by default for this machine.
-
-    Raises ValueError for an architecture without a filter.
-    """
+    """Returns the filter for `bwrap --seccomp`, by default for this machine. Raises ValueError for an architecture
+    without a filter."""
     machine = machine or platform.machine()
     if machine not in _MACHINES:
         raise ValueError(f"no filter of system calls for {machine}; there are some for {', '.join(_MACHINES)}")

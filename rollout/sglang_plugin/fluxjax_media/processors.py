@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Patches and positions out of a request's JSON, as `rollout.wire` wrote them, in place of images to decode.
+"""Reads patches and positions from a request's JSON, which `rollout.wire` wrote, instead of decoding images.
 
 An entry of `image_data` or `video_data` is a string: `FORMAT`, then `{"key": ..., "patches": ..., "grid_thw": ...,
 "offsets": ..., "positions": ..., "position_delta": ...}`. Only the first of several samples of a prompt has patches.
@@ -74,7 +74,7 @@ class GivenPatches(QwenVLImageProcessor):
         if not kind:
             return {**given, "image_grid_thw": grids}
         # Every frame pair is passed as a video of its own: SGLang's layers of full attention join the frame pairs of
-        # one video, but the model's authors and transformers keep them apart.
+        # one video, but the model's authors and transformers keep frame pairs apart.
         frames = grids.repeat_interleave(grids[:, 0], dim=0)
         frames[:, 0] = 1
         times = given["mrope_positions"][0, given["offsets"][:, 0]]
