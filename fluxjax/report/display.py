@@ -1,5 +1,5 @@
-"""The live view of a run. A terminal shows a panel, with a row of a table for each process, server and preprocessor.
-Other outputs get a line every few seconds, with counts of servers and preprocessors, and a line for each process every
+"""The live view of a run. A terminal shows a panel, with tables of the processes, servers and preprocessors. Other
+outputs get a line every few seconds, with counts of servers and preprocessors, and a line for each process every
 minute."""
 
 from __future__ import annotations
