@@ -30,7 +30,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SECONDS = 5.0
 _PLAIN_HOSTS_SECONDS = 60.0
 _NAMES = ("process", "host", "server", "preprocessor")  # columns with texts on the left
-MOST = 16  # most processes that are shown, which are the slowest
+MOST = 16  # most processes that are shown, the slowest first
 _BUSY = "rewards/busy/"
 _NOTABLE = 0.5  # least share of busy slots at which a kind of reward is shown
 

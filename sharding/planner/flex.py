@@ -100,7 +100,7 @@ def _unsharded(problem: Problem, quick: bool) -> Placement | None:
 
 
 def _sharded(problem: Problem, quick: bool) -> Placement:
-    """The first good placement of `_rungs`, or else the best; `quick` tries the first rungs only."""
+    """The first good placement of `_rungs`, or else the best; `quick` leaves out the slow placements."""
     if problem.max_degree == 1:
         ways = (dealt(problem, 1), longest_first(problem.work_I, problem.num_devices), redealt(problem, 1))
         return min((([1] * len(firsts), firsts) for firsts in ways), key=lambda placement: score(problem, placement))

@@ -20,7 +20,7 @@ import numpy as np
 
 from .plan import Placement, Problem, over_devices
 
-SPARE = 0.03  # share of the memory limit left free, so that the devices within a block can even out
+SPARE = 0.03  # share of the memory limit left free, so that the devices of a block can be made even
 GOOD = 0.25  # the pressure below which no block is dealt anew
 NEIGHBOURS = 6  # emptiest blocks with which the fullest block deals anew
 EXACT = 7  # the most sequences that are dealt left/right/both by trying all ways: 3**7
