@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
 
 
 def _simulate(config: SimulateConfig, gantt: pathlib.Path | None, as_json: bool) -> int:
-    from .coordinator import CoordinatorError  # loads JAX: imported when the command line is checked
+    from .coordinator import CoordinatorError  # loads JAX: imported only after the command line is checked
     from .simulation.simulated_run import ProgressLine, make_cluster, run, show, summary
     from .simulation.virtual_cluster import StuckError
 

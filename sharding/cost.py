@@ -264,7 +264,7 @@ class CostModel:
             inputs = 1 - inputs if mirrored else inputs
             send(issued, np.asarray(inputs * wire), there, degree)
             begin = np.maximum(busy_until, wire_until)
-            if leaving:  # the outputs of the previous round follow the inputs above on the wire
+            if leaving:  # on the wire, the outputs of the previous round follow the inputs sent above
                 send(*leaving)
             issued[there] = begin[there]
             busy_until[there] = (begin + seconds)[there]

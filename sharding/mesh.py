@@ -136,8 +136,8 @@ def compiling_for(target: Target) -> Iterator[None]:
 
 def runs_triton(*arrays: Array | jax.ShapeDtypeStruct, multiple: int = 1, most: int | float = math.inf) -> bool:
     """Says, while a program is traced, whether a Triton kernel can compute with these arrays. A kernel can if the
-    target is an NVIDIA GPU since Ampere, jax-triton can be imported, all arrays are bfloat16 or all float32, and the
-    last dimension of the first array is a multiple of `multiple`, and at most `most`."""
+    target is an NVIDIA GPU of Ampere or later, jax-triton can be imported, all arrays are bfloat16 or all float32, and
+    the last dimension of the first array is a multiple of `multiple`, and at most `most`."""
     device, width = target(), arrays[0].shape[-1]
     if not device.is_gpu or width % multiple or width > most or not _importable() or not _capable(device.capability):
         return False

@@ -379,8 +379,8 @@ class Fsdp:
 
     def _merge(self, weight: Weight, adapter_a: Weight, adapter_b: Weight) -> jax.Array:
         """The complete weight, with the product of its adapters added to the shards before cast and gather. `cut_of`
-        chooses by axes: the adapter that has the axis along which the weight is cut is cut in the same way. Any other
-        adapter is gathered, in float32."""
+        chooses by axes. If an adapter has the axis along which the weight is cut, the adapter is cut in the same way.
+        Any other adapter is gathered, in float32."""
         (spec, local), (spec_a, a), (spec_b, b) = weight, adapter_a, adapter_b
         cut = cut_of(spec, self.mesh)
         a, b = self._varying(spec_a, a), self._varying(spec_b, b)

@@ -5,7 +5,8 @@ of the same sizes). Minimising KL(policy || teacher) of each token by policy gra
 
     A_t = log teacher(o_t) - log policy(o_t),     loss -w min(r A_t, clip(r) A_t)
 
-in nats; `kl_coefficient` (default 1) multiplies A_t. The loss ignores rewards, which are only reported.
+in nats; the policy in A_t is the proximal policy (`loss.py`), and `kl_coefficient` (default 1) multiplies A_t. The loss
+ignores rewards, which are only reported.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """The terms of policy losses, and the weights that turn token losses into a step's mean.
 
 One term corrects for every difference between the policy that generated a token and the policy in training. Such
-differences come from stale weights, segments of several versions, replay, and an engine that rounds differently. They
-all have one form: tokens that a behaviour policy sampled, each with a weight version. So each token has a weight (Flux,
+differences come from stale weights, segments of several versions, replay, and an engine that rounds differently. In
+every case, a behaviour policy sampled the tokens, each under a weight version. So each token has a weight (Flux,
 component 3)
 
     w = C(proximal / behaviour) * decay**lag

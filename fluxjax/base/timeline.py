@@ -102,7 +102,7 @@ class Compilations:
 
     def _count(self, event: str, change: int) -> None:
         if not event.startswith(_EVENTS) or threading.current_thread().name.startswith("compile"):
-            return  # a thread of `Gradients.compile_ahead`, while which the run goes on
+            return  # a thread of `Gradients.compile_ahead`, for which the run does not wait
         with self._lock:
             now, before, self.under_way = time.perf_counter(), self.under_way, max(self.under_way + change, 0)
             if not before:

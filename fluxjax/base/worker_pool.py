@@ -275,7 +275,7 @@ class WorkerPool:
                 if not self._changed.wait_for(
                     lambda: self._idle or self._closed or self._starting, self._start_seconds
                 ):
-                    break  # otherwise looks again, because another call is starting a process
+                    break  # otherwise looks again: a process is idle, or another call is starting a process
             self._check_open()
             if self._idle:
                 return self._idle.pop()

@@ -26,11 +26,11 @@ WORDS = 32  # features of hashed words: prompts that share words tend to have re
 _WORD = re.compile(r"[^\W\d_]+")
 _DIGIT = re.compile(r"\d")
 _MARK = re.compile(r"[\\^_={}()\[\]+*/<>$|-]")
-_SOLVE_EVERY = 32  # responses between two solutions; fewer at first, more after thousands of responses
+_SOLVE_EVERY = 32  # responses between two solutions of the regression; fewer at first, more after thousands
 # The number of later responses after which a response has lost most of its weight. The model thus follows the policy.
 _MEMORY = 16_384
 _TYPICAL = math.log(256)  # ln(tokens) of a response, before any observation
-_VARIANCE = 0.6  # variance of ln(length), between prompts and again within a prompt, before any observation
+_VARIANCE = 0.6  # variance of ln(length) between prompts, and also within a prompt, before any observation
 _STRENGTH = 16  # the number of observations that the prior variance counts as
 _SMALLEST = 1e-4  # the least variance of ln(length)
 

@@ -60,7 +60,7 @@ class Settings:
 
     def complaint(self, step: int, kept: int, dropped: Counter[tuple[str, float]], in_a_row: int) -> str:
         """Returns why `step` will never be complete with its `kept` groups; empty while the step may become complete.
-        `dropped` counts the step's dropped groups by source and reward, `in_a_row` the prompts skipped in a row.
+        `dropped` counts the step's dropped groups by source and reward, `in_a_row` the groups dropped in a row.
 
         If all responses of every group have equal rewards, because the verifier is broken or the prompts are far too
         easy or too hard, dynamic sampling would draw prompts for ever. As in verl, the kept and dropped groups of a

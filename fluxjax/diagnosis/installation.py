@@ -31,7 +31,7 @@ from ..tasks.pans import PansRecipe, encode
 from . import Finding
 
 CUDA = "pip install 'fluxjax[cuda12]', or 'fluxjax[cuda13]' for drivers since 580"
-FORMS = ("{}", "\\boxed{{{}}}", "<answer>{}</answer>", "<think></think><answer>\\boxed{{{}}}</answer>")  # for an answer
+FORMS = ("{}", "\\boxed{{{}}}", "<answer>{}</answer>", "<think></think><answer>\\boxed{{{}}}</answer>")  # of an answer
 
 
 async def installation(config: Config | None, samples: int) -> AsyncIterator[Finding]:

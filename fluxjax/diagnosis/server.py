@@ -79,7 +79,7 @@ class ServerComparison:
         self._folder, self._tolerance, self._processor = options.model, options.tolerance, Processor.load(options.model)
         self._dumps = TensorDumps(options.dumps) if options.dumps else None
         self._probes = {"text": Probe(self._processor, options.text, [])}
-        self._refused: list[Finding] = []  # of probes that this checkpoint's processor refuses
+        self._refused: list[Finding] = []  # about probes that this checkpoint's processor refuses
         image, video = [("image", picture_file())], [("video", clip_file())]
         media = {"image": image, "boxes": [*image, ("image", picture_file(turns=1))], "video": video}
         media |= {file: [("image", pathlib.Path(file).read_bytes())] for file in options.image}
@@ -107,7 +107,7 @@ class ServerComparison:
             for name, check in checks.items():
                 try:
                     finding = await check(name)
-                except (EngineError, OSError, KeyError, TypeError) as error:  # the last two: an unusable reply
+                except (EngineError, OSError, KeyError, TypeError) as error:  # KeyError, TypeError: unusable reply
                     finding = Finding(name, " ".join(said(error).split())[:300], asked=False)
                 yield finding
             for finding in self._refused:
@@ -164,7 +164,7 @@ class ServerComparison:
         except (EngineError, OSError) as error:
             return unexplained._replace(detail=f"{unexplained.detail}; layers cannot be compared: {said(error)}")
         gaps = [_relative(a_TD, b_TD) for a_TD, b_TD in zip(ours, theirs, strict=True)]
-        beyond = [number for number, gap in enumerate(gaps) if not gap <= self._tolerance]  # NaN is beyond
+        beyond = [number for number, gap in enumerate(gaps) if not gap <= self._tolerance]  # NaN counts, too
         layer = beyond[0] if beyond else int(np.argmax(gaps))
         before = f"{gaps[layer - 1]:.1e} before it" if layer else "it is the first layer"
         detail = f"{unexplained.detail}; hidden states differ by {gaps[layer]:.1e} behind layer {layer}, {before}"

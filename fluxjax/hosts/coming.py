@@ -1,5 +1,5 @@
 """Prepares drawn prompts in all processes. Process 0 announces prompts with media while engines answer the prompts.
-Each other process then tokenises and lays out the announced prompts, which would otherwise delay the next step."""
+Each other process tokenises and lays out the announced prompts at once, so that the next step begins earlier."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The live view of a run. A terminal shows a panel, with a row of a table for each process, server and preprocessor.
-Other outputs get a line every few seconds, with counts of servers and preprocessors, and a line for each process every
+"""The live view of a run. A terminal shows a panel, with tables of the processes, servers and preprocessors. Other
+outputs get a line every few seconds, with counts of servers and preprocessors, and a line for each process every
 minute."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SECONDS = 5.0
 _PLAIN_HOSTS_SECONDS = 60.0
 _NAMES = ("process", "host", "server", "preprocessor")  # columns with texts on the left
-MOST = 16  # most processes that are shown, which are the slowest
+MOST = 16  # most processes that are shown, the slowest first
 _BUSY = "rewards/busy/"
 _NOTABLE = 0.5  # least share of busy slots at which a kind of reward is shown
 

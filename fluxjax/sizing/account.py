@@ -41,7 +41,7 @@ class Account:
         def during(program: str, more: Mapping[str, float]) -> dict[str, float]:
             return held({**more, "temporaries": self.temporaries[program] + self.results[program]})
 
-        gradients, batches = {"gradients": self.gradients}, {"batches": 2 * self.batch}  # the next batch comes early
+        gradients, batches = {"gradients": self.gradients}, {"batches": 2 * self.batch}  # this and the next batch
         phases = {
             "accumulate": during("accumulate", gradients | batches | {"cast weights": self.copies}),
             "update": during("update", gradients),
@@ -103,7 +103,7 @@ class RowGrowth:
         more = (tokens - self.tokens) * self.slope
         account = account.with_temporaries("accumulate", account.temporaries["accumulate"] + more)
         share = tokens / self.tokens
-        scored = account.temporaries["logprobs"] * max(share, 1.0)  # the part that does not shrink is unknown
+        scored = account.temporaries["logprobs"] * max(share, 1.0)  # a part, of unknown size, does not shrink
         return dataclasses.replace(account.with_temporaries("logprobs", scored), batch=share * account.batch)
 
     def largest(self, account: Account, usable: float, step: int = 256) -> int:

@@ -34,7 +34,7 @@ from .run_programs import (
 )
 
 LEAST_SLOTS = 8
-REMATS = (Remat.NONE, Remat.DOTS, Remat.LAYER, Remat.OFFLOAD)  # from the fastest to the one of least memory
+REMATS = (Remat.NONE, Remat.DOTS, Remat.LAYER, Remat.OFFLOAD)  # from the fastest to the one that needs least memory
 PROGRAMS = ("accumulate", "update", "logprobs", "prefill", "decode")
 
 

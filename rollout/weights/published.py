@@ -217,7 +217,7 @@ class Checksums:
     def _shard(self, name: str, tensor: np.ndarray, size: int, rank: int) -> np.ndarray:
         """The part of a tensor that a rank of SGLang holds."""
         if name.endswith(".A_log"):
-            tensor = tensor.astype(np.float32)  # whatever the dtype of other tensors
+            tensor = tensor.astype(np.float32)  # as in SGLang, whatever the dtype of other tensors
         if _VOCABULARY.search(name):
             missing = -len(tensor) % VOCABULARY_MULTIPLE
             tensor = np.concatenate([tensor, np.zeros((missing, *tensor.shape[1:]), tensor.dtype)])

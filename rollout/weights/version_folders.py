@@ -202,7 +202,7 @@ def _missing(source: pathlib.Path, version: int) -> PullError:
 
 
 def _chain(source: pathlib.Path, version: int, here: Mapping[int, pathlib.Path]) -> tuple[pathlib.Path, list[Delta]]:
-    """Returns (the folder to begin with, one of `here` or a whole version; the deltas that lead on to the version)."""
+    """Returns (a folder of `here` or of a whole version, the deltas that lead from this folder to the version)."""
     deltas: list[Delta] = []
     while version not in here:
         folder = source / folder_name(version)

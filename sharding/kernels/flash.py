@@ -36,7 +36,7 @@ class Visits:
     tilings: tuple[Tiling, ...] = dataclasses.field(metadata={"static": True})
     causal: bool = dataclasses.field(metadata={"static": True})
     ahead: int = dataclasses.field(default=0, metadata={"static": True})  # keys of a row before the first query's key
-    fill: int = dataclasses.field(default=0, metadata={"static": True})  # padded keys at the start of a row
+    fill: int = dataclasses.field(default=0, metadata={"static": True})  # keys of padding at the start of a row
 
 
 def visits_of(

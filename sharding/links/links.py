@@ -40,11 +40,11 @@ class Links:
     Creation is collective: all processes of `jax.distributed` (started by `initialize` of this package) create `Links`
     in the same order. A single process opens no connection.
 
-    A peer is lost if its connection closes without a message (its process was killed or crashed), or if it sends
-    nothing for `timeout` seconds (its process is stopped, its host or network is gone). `timeout` must be below JAX's
-    own `heartbeat_timeout_seconds`. After a loss or a reported failure, waits and later calls raise LinkError, and
-    every peer gets a report. `leave` ends this process after `grace` seconds, since a thread inside a collective with a
-    dead process can't be woken.
+    A peer is lost if its connection closes without `close` (its process was killed or crashed), or if it sends nothing
+    for `timeout` seconds (its process is stopped, its host or network is gone). `timeout` must be below JAX's own
+    `heartbeat_timeout_seconds`. After a loss or a reported failure, waits and later calls raise LinkError, and every
+    peer gets a report. `leave` ends this process after `grace` seconds, since a thread inside a collective with a dead
+    process can't be woken.
 
     Peers reach this process over loopback if all processes share a host, and otherwise at the address from which this
     host speaks to them. Raises LinkError if the processes do not reach each other within `timeout`.

@@ -86,7 +86,7 @@ class ParameterRows:
         self.units = tuple(self._unit(members, declared) for members in _modules(declared, strategy.abstract))
         lying = strategy.param_specs()
         rows = [[P(self._axes)] * max(unit.layers, 1) for unit in self.units]
-        across = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)  # rows of copies may differ
+        across = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)  # copies of a weight have different rows
         # Parameters -> `[unit][layer]` arrays `[devices * outer * size]`, with one row on each device.
         self.publish = jax.jit(across(self._local_rows, in_specs=(lying,), out_specs=rows))
         # Gradient rows of the same shapes -> gradients laid out like the parameters.

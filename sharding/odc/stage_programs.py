@@ -49,7 +49,7 @@ class StagedMicrobatch(Program):
 
     def forward(self, step: Step) -> Callable:
         """Returns the program `(rows, values, layer) -> (outputs, saved)`. `saved` has the values that `remat` keeps
-        (none: every value) for `backward`, without complete weights."""
+        for `backward` (with `none`, every value), except complete weights."""
         return self._programs[step.stage, _forward]
 
     def backward(self, step: Step) -> Callable:

@@ -22,7 +22,7 @@ from .search import redealt, search, top_degree
 TRIALS = 64  # pairs of groups that exchange, about 0.1 ms a pair; more pairs if devices are few or many
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # tried if a cost model can choose between the plans
 MANY = 128  # for more devices, `TRIALS` is not doubled, nothing is repaired, fewer tolerances are tried
-EIGHT, LITTLE = 8, 0.85  # a good plan sends at most LITTLE times the tokens that degree EIGHT for all sequences sends
+EIGHT, LITTLE = 8, 0.85  # traffic is little if it is at most LITTLE times the traffic of degree EIGHT for all sequences
 EPS = 1e-9
 
 
@@ -100,7 +100,7 @@ def _unsharded(problem: Problem, quick: bool) -> Placement | None:
 
 
 def _sharded(problem: Problem, quick: bool) -> Placement:
-    """The first good placement of `_rungs`, or else the best; `quick` tries the first rungs only."""
+    """The first good placement of `_rungs`, or else the best; `quick` leaves out the slow placements."""
     if problem.max_degree == 1:
         ways = (dealt(problem, 1), longest_first(problem.work_I, problem.num_devices), redealt(problem, 1))
         return min((([1] * len(firsts), firsts) for firsts in ways), key=lambda placement: score(problem, placement))
@@ -113,8 +113,8 @@ def _sharded(problem: Problem, quick: bool) -> Placement:
 
 
 def _rungs(problem: Problem, before: list[Placement], quick: bool) -> Iterator[Placement]:
-    """Yields the quickest placements first, since blocks of the highest degree are rarely better than blocks of one
-    host."""
+    """Yields placements, from the quickest to make to the slowest. Blocks of one host come first, since blocks of the
+    highest degree are rarely better."""
     for degree in dict.fromkeys((top_degree(problem), problem.max_degree)):
         yield _descent(problem, degree, dealt(problem, degree))
     if not quick:

@@ -1,10 +1,10 @@
 """A placement is a plan in the making. This file has the score, the first blocks, the descent and the exchange.
 
 The descent places sequences from the largest groups of devices down: some sequences stay on all devices of a group, the
-group's halves share the rest. Each device has some compute and memory left. The cheapest set of sequences stays such
-that the two halves can share the other sequences within these limits. All sequences may always stay, so that a plan
-always exists. Few sequences are dealt by trying all ways (left, right, both). Many are dealt by differencing
-(Karmarkar-Karp, in two resources at once) down to 11 differences, for which all ways are tried.
+group's halves share the rest. Each device has some compute and memory left. The sequences that do not stay must fit
+into the two halves. The cheapest set of staying sequences that allows this is taken. All sequences may always stay, so
+that a plan always exists. Few sequences are dealt by trying all ways (left, right, both). Many are dealt by
+differencing (Karmarkar-Karp, in two resources at once) down to 11 differences, for which all ways are tried.
 
 Then a local search follows: two groups at a time deal up to `FREE` sequences anew, by trying all ways, so that fewer
 sequences are sharded.
@@ -20,12 +20,12 @@ import numpy as np
 
 from .plan import Placement, Problem, over_devices
 
-SPARE = 0.03  # share of the memory limit left free, so that the devices within a block can even out
+SPARE = 0.03  # share of the memory limit left free, so that the devices of a block can be made even
 GOOD = 0.25  # the pressure below which no block is dealt anew
 NEIGHBOURS = 6  # emptiest blocks with which the fullest block deals anew
 EXACT = 7  # the most sequences that are dealt left/right/both by trying all ways: 3**7
 ENTITIES = 11  # the most differences that are dealt left/right by trying all ways: 2**10
-TRIES = 8  # sets of staying sequences that are tried before ever more of the largest sequences stay
+TRIES = 8  # most sets of staying sequences that are tried; then ever more of the largest sequences stay
 FREE = 6  # the most sequences of two groups that are dealt anew together: 4**6 ways
 HARD = 100.0  # the weight of exceeding memory, against compute
 EPS = 1e-9
@@ -63,7 +63,7 @@ def blocks(amounts: np.ndarray, count: int, room: np.ndarray) -> list[int]:
         return over.max(1) + HARD * np.maximum(over[:, 1] - 1, 0.0)
 
     for i in np.argsort(-amounts.max(0), kind="stable").tolist():
-        # The larger of both loads afterwards counts, then their sum.
+        # The larger of a block's two loads counts, and a tenth of their sum.
         after = loads + amounts_I2[i]
         over = HARD * np.maximum(after[:, 1] - (1 + room[1]), 0.0)
         best = int((after.max(1) + 0.1 * loads.sum(1) + over).argmin())
@@ -229,8 +229,8 @@ class Descent:
         return rest, [], []
 
     def _halves(self, members: list[int], size: int, have: Pair) -> tuple[float, list[int], list[int]]:
-        """Returns (unevenness of the most even halves that were tried, left half, right half); above 1, a half exceeds
-        `have`."""
+        """Returns (unevenness of the most even halves that were tried, left half, right half). If the unevenness
+        is above 1, a half exceeds `have`."""
         work, tokens = self._total(members)
         spare = max(size * have[0] - work, EPS), max(size * have[1] - tokens, EPS)
         return halves(members, self.work, self.tokens, *spare)
@@ -241,7 +241,7 @@ def halves(
 ) -> tuple[float, list[int], list[int]]:
     """Deals `members` to two sides, by Karmarkar-Karp differencing down to `ENTITIES` entries, then by trying all ways.
     Returns (unevenness, left, right). The unevenness is the larger of the differences in work and tokens, each divided
-    by its spare part. A difference in tokens above the spare part counts `HARD` times."""
+    by its spare amount. A difference in tokens above `spare_tokens` counts `HARD` times."""
     by_work, by_tokens = 1 / spare_work, 1 / spare_tokens
     heap: list[tuple[float, int, float, float, list[int], list[int]]] = []
     for k, i in enumerate(members):

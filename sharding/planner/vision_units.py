@@ -27,7 +27,7 @@ def spread_vision(
 
     `units`: patches of each unit. Consecutive equal units of one home (the frame pairs of a video) are dealt together.
     `home_first`, `home_degree`: the devices that hold the tokens of each unit, its home. In each replica the largest
-    load is at most 1.05 of the mean or, if that is more, the largest load of longest-first placement. Among the
+    load is at most 1.05 times the mean or, if that is more, the largest load of longest-first placement. Among the
     placements tried within this bound, the one with most patches at home is taken.
     """
     replica = replica or num_devices
@@ -106,6 +106,6 @@ def _level(loads: np.ndarray, size: int, count: int, room: np.ndarray) -> np.nda
 
 def surely_hold(patches: int, frame: int, devices: int, cap: int) -> bool:
     """Says whether devices of `cap` patches surely hold `patches`, spread in units of at most `frame` patches. The
-    largest load under `spread_vision` is at most 1.05 of the mean, or at most the mean plus one unit."""
+    largest load under `spread_vision` is at most 1.05 times the mean or, if that is more, the mean plus one unit."""
     mean = patches / devices
     return patches <= cap or (mean * TARGETS[0] <= cap and mean + frame <= cap)

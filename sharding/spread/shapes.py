@@ -142,8 +142,8 @@ class ShapeBook:
         self.entries, self.served, self.divided, self.coming = {}, {}, {}, []
 
     def columns(self, devices: int, least: int, most: int, rows: int = 0) -> list[int]:
-        """The ascending columns, from `least` to `most`, of the entries for this number of devices that have this
-        number of `rows` (0: no number of rows)."""
+        """The ascending columns, from `least` to `most`, of the entries for this number of devices and of `rows` (0: of
+        the entries without a number of rows)."""
         entries = [sizes for sizes in self.entries.get(devices, []) if sizes.get(GIVEN, 0) == rows]
         return sorted({c for sizes in entries if least <= (c := sizes[BASE]) <= most})
 
@@ -206,7 +206,7 @@ def _present(entries: Sequence[Sizes]) -> list[Sizes]:
 
 
 def _cells(sizes: Mapping[str, int]) -> int:
-    """The tokens of a device that buffers of these sizes hold."""
+    """The number of tokens that buffers of these sizes hold on a device."""
     return sizes[BASE] * sizes.get(GIVEN, 1)
 
 

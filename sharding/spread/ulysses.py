@@ -23,8 +23,8 @@ no lower-numbered collective, so it computes. Its computation ends, since the lo
 length. It then reaches the collective, which contradicts the assumption. The same holds for asynchronous starts that
 run in the order in which the compiled program issues them.
 
-The argument does not need the order of degrees. XLA:GPU keeps this order. XLA:CPU drops the barriers that state the
-order, and runs another order, the same on all devices.
+The argument does not need the order of degrees. XLA:GPU keeps the order of the rounds. XLA:CPU drops the barriers that
+state the order, and runs the rounds in another order, the same on all devices.
 """
 
 import abc

@@ -6,8 +6,8 @@ round*, which launches no excess prompts or responses and cuts no response off. 
 `max_staleness` is 0, the newest weights have generated all trained tokens.
 
 If `max_staleness` is above 0, a long round also generates new prompts for its step. The groups of its deferred prompts
-are *held*: a few join each of the next steps, so that every step has its share of long prompts. A held group may be up
-to `max_staleness` versions old.
+are *held*: a few join this step and each of the next steps, so that every step has its share of long prompts. A held
+group may be up to `max_staleness` versions old.
 
 With dynamic sampling (Flexes, section 7) a round continues until enough groups have differing rewards; groups of equal
 rewards are skipped, and new prompts are launched instead.
@@ -137,7 +137,7 @@ class TailBatching(Rounds):
         return max(unscored, 0) + self._held_unscored(coordinator)
 
     def _wanted(self, coordinator: Coordinator) -> int:
-        """Returns the number of prompts, beside held prompts, that this round keeps running or complete."""
+        """Returns the number of prompts that are to be running or complete in this round, without held prompts."""
         needed = self._needed(coordinator)
         if self.round == "long":
             return needed

@@ -27,7 +27,7 @@ _ATOMS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {  
     "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
     "range": (range, lambda value: [value.start, value.stop, value.step], lambda ends: range(*ends)),
 }
-_MODULES = {"Decimal": "decimal", "Fraction": "fractions"}  # imported when needed, which takes longer than most tests
+_MODULES = {"Decimal": "decimal", "Fraction": "fractions"}  # imported only when needed, as imports are slow
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 
 

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 1 << 20  # most bytes of a reply
 _CONNECT_SECONDS = 10.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # least and most seconds between two tries; the pause doubles
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds between two tries; the pause doubles from the first to the longest
 _LONGEST_SHARED = 60.0  # most seconds for which a Retry-After holds back other questions
 _PASSING = frozenset({408, 425, 429})  # statuses below 500 after which another try may succeed
-_MOST_IMAGE_BYTES = 20 << 20  # most bytes of an image file, as OpenAI takes it
+_MOST_IMAGE_BYTES = 20 << 20  # most bytes of an image file; OpenAI takes no larger files
 _BEGINNINGS = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif"}
 
 
@@ -187,7 +187,7 @@ class JudgeServer:
                     trouble = error
                 except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                     trouble = _Trouble("its reply is not what this route replies")
-                if worst is None or not trouble.timed_out:  # a try that the deadline cut says less
+                if worst is None or not trouble.timed_out:  # a time-out says less than another error
                     worst = trouble
                 wait = max(trouble.pause, pause * random.uniform(0.5, 1.0))  # random, so that retries spread
                 if time.monotonic() + wait >= deadline:

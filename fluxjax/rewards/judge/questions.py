@@ -188,7 +188,7 @@ class VerdictReader:
                 raise ConfigError(f"judge.pattern is {pattern!r}, which is no regular expression: {error}") from error
             if not groups:
                 raise ConfigError(f"judge.pattern is {pattern!r}; it must have a group (...), which matches the number")
-            # A process searches, which can be killed, because a pattern may take for ever on a model's text.
+            # A process, which can be killed, searches, since a pattern may take for ever on a model's text.
             path = "fluxjax.rewards.extraction:last_group"
             self._pool = WorkerPool(path, 1, seconds=_PATTERN_SECONDS, memory_gib=0.25, name="judge.pattern")
 

@@ -3,9 +3,9 @@
 A job sees the interpreter and /usr, read-only, its files in /box, and a small /tmp. The host's network, processes,
 users and other files are hidden. As root, bubblewrap needs no user namespace, and each running job has a user id of its
 own. The processes of one job then do not count towards the limits of another job. Without root, bubblewrap makes a user
-namespace. All capabilities are dropped, since a job of root could remount /usr and write to it. `seccomp.py` refuses
-system calls that lead to new capabilities. (Without root, a job can harm the first process of its own sandbox. That
-process has no more rights than the job.)
+namespace. All capabilities are dropped, since a job of root could otherwise remount /usr and write to it. `seccomp.py`
+refuses system calls that lead to new capabilities. (Without root, a job can harm the first process of its own sandbox.
+That process has no more rights than the job.)
 """
 
 import contextlib

@@ -46,7 +46,7 @@ class SandboxLimits:
     cpu: float = 10.0  # seconds of CPU time of each process, rounded up
     memory: int = 512 * MIB  # bytes: address space of each process, resident memory of all processes together
     processes: int = 16  # processes and threads together
-    disk: int = 16 * MIB  # bytes in /tmp, and in /dev/shm
+    disk: int = 16 * MIB  # bytes in /tmp, and the most bytes of a file
     files: int = 4096  # files in /tmp
     open_files: int = 64  # open files of each process
     output: int = MIB  # bytes of standard output, and of standard error
