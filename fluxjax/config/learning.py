@@ -28,7 +28,7 @@ class DynamicSampling(enum.Enum):
     """The field of `Reward` by which dynamic sampling compares the responses of a group."""
 
     OFF = "off"  # groups of equal rewards are trained on, too
-    CORRECT = "correct"  # whether the response is correct, whatever its reward, as in DAPO and verl; true means this
+    CORRECT = "correct"  # whether the response is correct, whatever its reward, as in DAPO and verl; also written true
     VALUE = "value"  # the shaped reward
 
     def __bool__(self) -> bool:

@@ -57,6 +57,7 @@ class LocalStore:
     def __init__(
         self, settings: MediaSettings, config: DataConfig, *, workers: int, slice_bytes: int = SLICE_BYTES
     ) -> None:
+        """`workers` processes decode; if `workers` is 0, the calling threads decode."""
         self.settings = settings
         self.digest = settings.digest
         self.slice_bytes, self._workers = slice_bytes, workers

@@ -101,7 +101,7 @@ class Materializer:
         return data
 
     def _begin(self) -> None:
-        """Fetches batches until `ahead` batches are unread. The caller holds the lock."""
+        """Begins to fetch batches until `ahead` batches are unread. The caller holds the lock."""
         while self._coming and self._unread < self._ahead:
             tasks = self._coming.popleft()
             for task in tasks:

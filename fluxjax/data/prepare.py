@@ -389,8 +389,8 @@ class Preparer:
             self._proxy.expect(item.prompt.draw, item.inputs)
 
     def _pass_by(self, items: Iterable[Result], keep: int) -> None:
-        """Queues prompts that were handed out or dropped. The proxy passes by all queued prompts except for the newest
-        `keep`, because their pixels were used, or never will be."""
+        """Queues prompts that were handed out or dropped. All queued prompts except for the newest `keep` leave the
+        queue, and their pixels are no longer expected."""
         if self._proxy is None:
             return
         self._handed.extend(item for item in items if isinstance(item, PreparedPrompt))

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 def engine_count(config: Config, devices: Sequence[Any], processes: int = 1) -> int:
     """Returns the number of engines of a run whose processes have these devices each. If the configuration gives no
-    number, there is one engine for each server. Without servers, there is one for each process on CPUs, or as many as
-    the accelerators make (at least one a process)."""
+    number, there is one engine for each server. Without servers, each process has one engine on CPUs, or as many as its
+    accelerators make (at least one)."""
     if config.rollout.engines:
         return config.rollout.engines
     if config.rollout.engine is not RolloutEngine.JAX:

@@ -340,7 +340,7 @@ class Places:
 
 
 def started(work: Callable[[], Answer], name: str) -> concurrent.futures.Future[Answer]:
-    """Starts a daemon thread for the work: unlike threads of a pool, it lets the process end."""
+    """Starts a daemon thread for the work. A daemon thread, unlike a pool's threads, lets the process end."""
     future: concurrent.futures.Future[Answer] = concurrent.futures.Future()
     threading.Thread(target=settle, args=(future, work), name=name, daemon=True).start()
     return future

@@ -220,8 +220,8 @@ class Rollout:
 
     def utilisation(self) -> tuple[float, float]:
         """Returns (the share of the GPUs' time in which their engines worked, the share of the peak) since the
-        beginning. The second share is that of the decoded tokens in the tokens that engines at their peak would have
-        decoded."""
+        beginning. The second share is the decoded tokens, divided by the tokens that engines would have decoded at
+        their peak."""
         busy, peak, tokens, _ = self._totals()
         span = self.clock.now
         return (busy / (span * self.settings.rollout_gpus), tokens / peak) if span > 0 else (0.0, 0.0)

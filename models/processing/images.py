@@ -33,7 +33,8 @@ PNG_NOTES = {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}  # chunks that may hold an EXIF
 # encoders with fitted tables may, for an even area.
 HOLE = bytes(64)
 SCAN, END = b"\xff\xda", b"\xff\xd9"  # JPEG's markers
-# A coded picture may end in zeros, up to 1 / SHARE of its bytes. In libwebp's pictures of one colour the share is 0.05.
+# A coded picture may end in zeros, up to 1 / SHARE of its bytes. In libwebp's pictures of one colour, 0.05 of the bytes
+# are zeros at the end.
 SHARE = 8
 
 
