@@ -39,7 +39,7 @@ Sorted: TypeAlias = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]  # usa
 Media: TypeAlias = Sequence[tuple[str, str | bytes]]
 MAX_SKIPPED = 0.5  # share of the draws that may be skipped
 _JUDGED = 100  # draws before MAX_SKIPPED applies
-_HOPELESS = 1000  # most skips in a row, fewer for small sources; more mean that the data or their path is wrong
+_HOPELESS = 1000  # skips in a row that end the run, fewer for small sources: the data or their path must be wrong
 
 
 @runtime_checkable

@@ -148,8 +148,8 @@ def check_reference(config: Config) -> None:
 
 def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[DecoderConfig, Processor]:
     """Returns the sizes of the model, and the processor, without reading weights. The tokenizer of a tiny model is
-    built from the prompts and answers of the training `sources`. Raises `ConfigError` if `model.path` is not a
-    checkpoint folder that can be read."""
+    built from the prompts and answers of the training `sources`. Raises `ConfigError` if the checkpoint folder or the
+    sizes can't be used."""
     data = config.data
     if config.model.path:
         path = pathlib.Path(config.model.path)

@@ -2,7 +2,7 @@
 
 The pool deals the first `rollout.engines` x `parallelism.degree` devices of the process to engines, in order. If
 `rollout.engines` is 0, there is one engine on CPUs; on accelerators, as many as fill the devices (at most
-`sharding.devices`, if set). At another degree, the same devices make as many complete engines as they can.
+`sharding.devices` of them, if set). At another degree, the same devices make as many complete engines as they can.
 """
 
 from __future__ import annotations

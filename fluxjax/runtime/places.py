@@ -201,8 +201,8 @@ class Places:
         return True
 
     def check(self) -> None:
-        """Raises DataError if the store is closed or has failed, if a place refuses this client, or if no place was
-        connected for more than `patience` seconds."""
+        """Raises DataError if the store is closed or has failed, if a place refuses this client, or if for more than
+        `patience` seconds no place was connected."""
         if self._closed:
             raise DataError("the media store is closed")
         if self._failure:

@@ -128,7 +128,7 @@ class SimulatedEngine:
     def update(self, seconds: float, version: int, recompute: bool, done: Action | None = None) -> None:
         """Loads new weights: pauses for `seconds` from the end of the step under way, then generates under `version`.
         `recompute` fills the cache anew under the new weights. `done` is called when the weights are loaded. If the
-        engine is down or crashes before, `done` is not called, and the engine has the weights after `recover`."""
+        engine is down, or crashes before that, `done` is not called, and the engine has the weights after `recover`."""
         self._newest = version
         if self.up:
             self._updates.append((seconds, version, recompute, done))

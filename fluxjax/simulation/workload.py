@@ -2,9 +2,9 @@
 
 The length of a response is lognormal; by default, half of the logarithm's variance is the prompt's, half the sample's.
 Flexes reports median and spread (section 2.2): 75 % of the responses are below twice the median, the longest of a
-step's 1,024 is 26 to 32 times the median. With halves, the longest response of a short round is a ninth of the longest
-response without tail batching (section 3: "up to 8.9 times"). A prompt's source and the length of its text explain a
-part of the prompt's half, so that lengths can be predicted, but not well.
+step's 1,024 is 26 to 32 times the median. With these halves, the longest response of a short round is a ninth of the
+longest response without tail batching (section 3: "up to 8.9 times"). A prompt's source and the length of its text
+explain a part of the prompt's half, so that lengths can be predicted, but not well.
 
 All values are functions of seed, draw, attempt and sample; the versions of the weights have no influence.
 """
