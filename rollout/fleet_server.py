@@ -32,7 +32,7 @@ class FleetOptions:
     look_every: float = 1.0  # seconds between two looks at a server
     attempts: int = 4  # lost attempts after which a request fails
     token: str = ""  # access token of the fleet's requests to servers; empty: none
-    together: bool = False  # a resumed seat generates as soon as servers have all requests of the seat, not before
+    together: bool = False  # True: a resumed seat generates once servers have all its requests; False: at once
     interval: int = 16  # least tokens between two events; a lost server loses tokens since the last event
 
 

@@ -9,10 +9,10 @@ prompt. If a prompt has at most `PREFILL_PATCHES` patches, the prefill program c
 this prompt then ends before its last image or video ends. A prompt with more patches is cut anywhere, and the tower
 computes groups of frame pairs when chunks need them (`rollout.prompt_pixels`).
 
-If layers have states (`EngineLimits.recurrent`), pages of a prompt are not enough to go on from. A chunk leaves its
-state in the slots of all samples that go on from it. A chunk ends at the last page boundary before the prompt's last
-token, where the samples part. A sample whose slot has no state is computed from its first token, as after preemption. A
-row of a prefill has tokens of one response at most, so that the row ends with the state of its samples.
+If layers have states (`EngineLimits.recurrent`), a prefill can't continue from pages of a prompt alone. A chunk leaves
+its state in the slots of all samples that go on from it. A chunk ends at the last page boundary before the prompt's
+last token, where the samples part. A sample whose slot has no state is computed from its first token, as after
+preemption. A row of a prefill has tokens of one response at most, so that the row ends with the state of its samples.
 """
 
 from __future__ import annotations

@@ -213,8 +213,8 @@ class Learner:
         return self.gradients.logprobs(self.params if params is None else params, inputs)
 
     def state(self) -> dict[str, Any]:
-        """Returns the arrays of a checkpoint that training continues from, as a pytree. Of frozen weights, which a
-        resumed run reads or samples again, the state has only fingerprints."""
+        """Returns the arrays of a checkpoint that training continues from, as a pytree. The state has only fingerprints
+        of frozen weights, which a resumed run reads or samples again."""
         everywhere = NamedSharding(self.mesh, P())
         # Processes that call `device_put` would wait for each other and compare their values.
         version = jax.make_array_from_callback((), everywhere, lambda _: np.int32(self.version))

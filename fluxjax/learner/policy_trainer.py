@@ -213,7 +213,7 @@ class PolicyTrainer:
         return whole, metrics
 
     def _update(self, parts: Sequence[Portion], compositions: Sequence[Composition], place: _Place) -> dict[str, float]:
-        """Makes all optimizer steps of a training step, after `_scored` has completed all minibatches."""
+        """Makes all optimizer steps of a training step, after `_scored` has filled in the inputs of all minibatches."""
         settings, learner = self._config.algorithm, self._learner
         scored = self._scored(parts, compositions, place)
         resting = self._critic is not None and learner.version < self._config.critic.warmup_steps

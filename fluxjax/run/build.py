@@ -283,8 +283,8 @@ def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | 
 
 
 def tiny_states(tiny: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `TextConfig` that only a tiny Qwen3.5 sets. As in published models, every fourth layer (or
-    the last, of fewer than four) has attention, and a quarter of each head is rotated."""
+    """Returns the fields of `TextConfig` that only a tiny Qwen3.5 sets. As in published models, every fourth layer has
+    attention, and a quarter of each head is rotated. With fewer than four layers, the last layer has attention."""
     size = tiny["hidden_size"] // tiny["num_heads"]
     return {
         "delta": DeltaHeads(tiny["num_kv_heads"], tiny["num_heads"], size, size),

@@ -227,7 +227,7 @@ class Rollout:
         return (busy / (span * self.settings.rollout_gpus), tokens / peak) if span > 0 else (0.0, 0.0)
 
     def crash(self, index: int) -> None:
-        """Loses all samples on an engine. When it is up again, it has the weights that it was loading."""
+        """Loses all samples on an engine. When the engine is up again, it has the weights that it was loading."""
         self.crashes += 1
         lost = self.engines[index].crash()
         for rid in lost:
