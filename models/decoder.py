@@ -122,7 +122,7 @@ class DeepFeatures:
             rows_MD = jax.lax.dynamic_slice_in_dim(self.features_MX, layer * D, D, axis=1).astype(x_BTD.dtype)
             return x_BTD + jnp.where(self.index_BT[..., None] >= 0, rows_MD[jnp.maximum(self.index_BT, 0)], 0)
 
-        # `cond` saves the addition behind most layers, which have no features.
+        # `cond` skips the addition behind most layers, which have no features.
         return jax.lax.cond(layer < self.features_MX.shape[1] // D, add, lambda x_BTD: x_BTD, x_BTD)
 
 

@@ -126,7 +126,8 @@ def _check_names(files: _Files, names: list[TensorName], carried: Collection[str
 def _tied_or_not(files: _Files, config: DecoderConfig, raw: JsonObject) -> DecoderConfig:
     """The configuration, untied if the files store a head that differs from the embedding. transformers ties head and
     embedding if config.json says so at its top or in `text_config`, but keeps a stored head that differs. SGLang drops
-    this head. Raises CheckpointError for a head that differs, unless the top of config.json says false."""
+    this head. Raises CheckpointError for a head that differs, unless the top of config.json sets `tie_word_embeddings`
+    to false."""
     if not config.text.tie_word_embeddings or HEAD not in files.where or _is_tied_copy(files, config):
         return config
     if raw.get("tie_word_embeddings") is not False:

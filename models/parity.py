@@ -7,7 +7,7 @@ positions by axis, embeddings, features of the tower, each decoder layer, final 
 positions are compared for a text prompt, then for a media prompt if the model reads media. The further parts follow in
 the same order of prompts. Ids and positions must be equal. Other parts differ if their largest difference is above the
 tolerance; except for log-probs, the tolerance is multiplied by the part's largest magnitude if this is above 1. The
-first difference that is not a known one ends the comparison with exit status 1. Wrong input, or a missing torch or
+first difference without a known reason ends the comparison with exit status 1. Wrong input, or a missing torch or
 transformers, ends the comparison with one line on stderr and exit status 2.
 """
 

@@ -88,7 +88,7 @@ class DeviceState:
     """Weights and cache on the devices. Only one thread at a time may use an object. The weights of `model` are cast to
     `dtype` (None: not cast). Weights of layers are copied; other weights are shared unless layout or dtype change."""
 
-    params: LayerParams | None  # None: before the first update, or after a failure that lost weights
+    params: LayerParams | None  # None: no update yet, lost by a failure, or asleep without weights
 
     def __init__(
         self,

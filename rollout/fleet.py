@@ -103,7 +103,7 @@ class Fleet(FleetState):
         await self._loop.shutdown_default_executor()
 
     async def ready(self) -> None:
-        """Returns when each server is up, or waits for its sleeping seat to wake. After `options.start_seconds`, raises
+        """Returns when each server is up or has to wait until its seat wakes. After `options.start_seconds`, raises
         EngineError, which says why the remaining servers are not up."""
         if not await self.until(lambda: all(s.up or s.waits for s in self.members), self.options.start_seconds):
             raise EngineError("; ".join(server.state() for server in self.members if not (server.up or server.waits)))
@@ -242,7 +242,7 @@ class FleetEngine(Seat):
     @in_fleet
     async def pause(self) -> None:
         self.paused = True
-        if not self.asleep:  # else `wake` pauses the servers; samples of other seats may still run on them
+        if not self.asleep:  # else `wake` pauses the servers, which may still run samples of other seats
             await self._bring()
 
     @in_fleet

@@ -31,8 +31,8 @@ class FleetOptions:
     start_seconds: float = 600.0  # seconds that a server may take to start, or to come back
     look_every: float = 1.0  # seconds between two looks at a server
     attempts: int = 4  # lost attempts after which a request fails
-    token: str = ""  # the token that the fleet sends to its servers; empty: none
-    together: bool = False  # a resumed seat generates as soon as servers have all requests of the seat, not before
+    token: str = ""  # access token of the fleet's requests to servers; empty: none
+    together: bool = False  # True: a resumed seat generates once servers have all its requests; False: at once
     interval: int = 16  # least tokens between two events; a lost server loses tokens since the last event
 
 
@@ -197,8 +197,8 @@ class Server:
 
     @property
     def rests(self) -> bool:
-        """Says whether the server holds no memory that the fleet could free: it sleeps, is not started, or is lost and
-        somebody else's."""
+        """Says whether the server holds no memory that the fleet could free: the server sleeps, is not started, or is
+        lost and was started by somebody else."""
         return self.asleep if self.up else self.waits or self.process is None
 
     @property
@@ -227,7 +227,7 @@ class Server:
                 await asyncio.to_thread(self.process.stop)
 
     async def _lives(self) -> None:
-        trouble = 0  # failed starts in a row, plus the loss before
+        trouble = 0  # failed starts in a row, plus 1 for the loss before them
         while not self.leaving:
             await self._rest()
             began = time.monotonic()
@@ -247,7 +247,7 @@ class Server:
             self.lower()
             if self.leaving or self._fleet.fatal is not None:
                 return
-            log.info("%r is lost: %s", self, self.reason)  # users see it in displays of `servers`
+            log.info("%r is lost: %s", self, self.reason)  # users see the loss in displays of `servers`
             if self.process is not None:
                 await asyncio.to_thread(self.process.kill)
             self.restarts += 1

@@ -58,9 +58,9 @@ class EngineArrays:
 
     def lowered(self, prompt: ModelInput, begun: Sequence[int] = ()) -> dict[str, jax.stages.Lowered]:
         """The programs that need most memory, by name, not compiled yet. `prompt` is the longest prompt. `prefill`
-        takes as many copies of the prompt as fit a call, or the last chunk of a sequence if this has more attention
-        scores. `features` takes the largest group of frame pairs, if the vision tower computes by groups. `decode`
-        takes all slots.
+        takes as many copies of the prompt as fit a call, or the last chunk of a sequence if this chunk has more
+        attention scores. `features` takes the largest group of frame pairs, if the vision tower computes by groups.
+        `decode` takes all slots.
 
         `begun` are numbers of response tokens that are prefilled with the prompt, as after the loss of a cache.
         """

@@ -163,7 +163,7 @@ class EnginePrograms:
         return attend(q_BNH, cache.k_LCKSH, cache.v_LCKSH, pages_BC, length_B)
 
     def _logits(self, model: Decoder, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """The head is the left factor, with which CPUs are up to twice as fast for few rows."""
+        """The head is the left factor of the product: CPUs are then up to twice as fast for few rows."""
         head = model.head_weight(self.walk)
         logits_VB = jnp.einsum("VD,BD->VB", head, hidden_BD, preferred_element_type=jnp.float32)
         return jax.lax.optimization_barrier(logits_VB).T
@@ -304,9 +304,9 @@ def sample(
     index_B: Int[Array, " B"],
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """Returns (sampled tokens, their log-probs). Forbidden ids are removed first, then all but the `top_k` most
-    probable tokens. Of these, the smallest set of most probable tokens stays whose renormalised probabilities together
-    reach `top_p`. Equal logits rank by token id. The remaining token with the largest sum of logit and Gumbel noise is
-    sampled. `index_B` is the token's index in its response."""
+    probable tokens. Of these, only the most probable tokens stay, as few as reach `top_p` with their renormalised
+    probabilities together. Equal logits rank by token id. The remaining token with the largest sum of logit and Gumbel
+    noise is sampled. `index_B` is the token's index in its response."""
     greedy_B = params.temperature_B == 0
     temperature_B = jnp.where(greedy_B, 1.0, params.temperature_B)
     logits_BV = logits_BV.astype(jnp.float32) / temperature_B[:, None]

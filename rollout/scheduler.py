@@ -45,7 +45,7 @@ class RunningSample:
     index: int
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)  # the pages of its cache entries, in order
-    # Entries, in full pages, that chunks of this sample have written. The slot has the state behind these entries.
+    # Entries, in full pages, that chunks have written for this sample. The slot has the state behind these entries.
     filled: int = 0
     place: Any = None
     aborted: bool = False
@@ -54,7 +54,7 @@ class RunningSample:
 
     @property
     def waiting(self) -> bool:
-        """Says whether the sample has no pages, because it is new or was preempted."""
+        """Says whether the sample has no pages, and is neither ended nor aborted."""
         return not (self.pages or self.ended or self.aborted)
 
     def forget_context(self) -> None:
@@ -105,7 +105,7 @@ class Job:
 class Flight:
     """A turn that was dispatched, and the samples that get its tokens when the tokens are read."""
 
-    jobs: list[Job]  # that the turn served
+    jobs: list[Job]  # jobs that the turn served
     samples: dict[int, RunningSample]  # by slot
     decodes: bool  # the turn is a round
     version: int  # of the weights

@@ -75,7 +75,7 @@ class ServerClient:
     # --- orders ---------------------------------------------------------------------------------
 
     async def abort(self, rid: str) -> None:
-        """Ends all samples whose ids begin with `rid`, so that no id should be the beginning of another."""
+        """Ends all samples whose ids begin with `rid`. No id should therefore be the beginning of another id."""
         await self._order("/abort_request", {"rid": rid})
 
     async def pause(self, mode: PauseMode) -> None:

@@ -9,10 +9,10 @@ prompt. If a prompt has at most `PREFILL_PATCHES` patches, the prefill program c
 this prompt then ends before its last image or video ends. A prompt with more patches is cut anywhere, and the tower
 computes groups of frame pairs when chunks need them (`rollout.prompt_pixels`).
 
-If layers have states (`EngineLimits.recurrent`), pages of a prompt are not enough to go on from. A chunk leaves its
-state in the slots of all samples that go on from it. A chunk ends at the prompt's last page boundary before its last
-token, where the samples part. A sample whose slot has no state is computed from its first token, as after preemption.
-A row of a prefill has tokens of one response at most, so that the row ends with the state of its samples.
+If layers have states (`EngineLimits.recurrent`), a prefill can't continue from pages of a prompt alone. A chunk leaves
+its state in the slots of all samples that go on from it. A chunk ends at the last page boundary before the prompt's
+last token, where the samples part. A sample whose slot has no state is computed from its first token, as after
+preemption. A row of a prefill has tokens of one response at most, so that the row ends with the state of its samples.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _cut(
     begun = sum(scheduler.response_tokens(sample) for sample in together)
     for sample in job.samples:
         tokens = scheduler.response_tokens(sample)
-        # Samples without pages are computed with the others and start later, as far as the tokens of a turn allow.
+        # Samples without pages are computed in the same turn and start later, as far as the tokens of a turn allow.
         fits = tokens <= most and (not tokens or begun + tokens <= PREFILL_TOKENS)
         if sample.waiting and sample.place is None and fits:
             together.append(sample)
@@ -195,8 +195,8 @@ def _last_boundary(prompt: ModelInput) -> int:
 
 def _chunk_end(scheduler: Scheduler, sample: RunningSample, media: int) -> int:
     """The token before which a sample's next chunk ends; 0 if all its tokens fit a start. If layers have states, a
-    chunk ends where the samples of a prompt part. If several samples have tokens, such a chunk precedes their start
-    even for a short prompt. Otherwise the row of each sample would repeat the prompt."""
+    chunk ends where the samples of a prompt part. If several samples have response tokens, such a chunk precedes their
+    start even for a short prompt. Otherwise the row of each sample would repeat the prompt."""
     job = sample.job
     done, fork = scheduler.computed(sample), _last_boundary(job.request.prompt)
     stop = done + max(CHUNK_TOKENS, media - done)

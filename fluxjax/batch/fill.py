@@ -89,7 +89,7 @@ def lay_out(share: Share, room: Room, tempered: bool) -> Composition:
 
 
 def _written(outlines: Sequence[Outline], share: Share, room: Room, tempered: bool) -> Composition:
-    """Returns the microbatches of `outlines`. Of a microbatch that all devices compute together, only the rows of the
+    """Returns the microbatches of `outlines`. In a microbatch that all devices compute together, only the rows of the
     share's devices are written."""
     microbatches: list[Microbatch] = []
     keys: list[tuple[int, int]] = []

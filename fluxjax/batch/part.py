@@ -60,6 +60,7 @@ class Room:
             caps["exports"] = round_up(EXPORTS * (len(rounds) - 1))
         if self.vision is not None:
             features = self.whole_patches // self.vision.merge_unit
+            # In the worst case, a device passes on all features that it receives.
             sends = {f"send/{axis}": features << k for k, axis in enumerate(binary_axes(num_devices))}
             caps |= {"patches": self.whole_patches, "frame": 1 << (self.whole_patches - 1).bit_length()} | sends
         return caps

@@ -41,7 +41,7 @@ class Piece(NamedTuple):
     responses: tuple[int, ...]
     tokens: int = 0  # including the copy of the prompt
     squares: float = 0.0  # twice the (query, key) pairs of attention: `tokens**2` for a prompt with one response
-    patches: int = 0  # of the item; held once by a device (with a plan: by a replica) for all pieces of the item
+    patches: int = 0  # of the item, once for all its pieces on a device (with a plan: on a replica, see `part.py`)
 
 
 Row = tuple[Piece, ...]
@@ -71,7 +71,7 @@ class TrainGroup(NamedTuple):
         return self._replace(columns=columns, weights=self.weights[some])
 
 
-RUN_TOKENS = 32  # a table of runs has room for all runs if they have this average length
+RUN_TOKENS = 32  # a table of runs (`PackedRuns`) has room for at least one run in this many tokens
 Groups: TypeAlias = Sequence[TrainGroup] | Mapping[int, TrainGroup]  # by item
 
 

@@ -25,7 +25,7 @@ from .work import calibrated, forward_seconds, mixing_work
 # (tokens of each sequence, squares of each sequence, the most tokens of a device) -> plan
 Planner = Callable[[Sequence[int], Sequence[float], int], ShardPlan]
 
-# Columns of a row over the mean tokens of a device: for a new program, and at most for a compiled program.
+# Ratio of a row's columns to a device's mean tokens: for a new program, and the largest for a compiled program.
 TIGHT, LOOSE = 1.02, 1.12
 TRIES = 2  # lengths of compiled rows that are tried
 # Largest imbalance of a plan for given rows, and of a plan that saves a program.
@@ -51,8 +51,8 @@ class Spreading:
 
     def parts(self, groups: Sequence[TrainGroup]) -> list[Part]:
         """Returns as few microbatches as the devices' memory allows, each with one row a device. A step that fits no
-        compiled program needs a new program, or compiled programs with one more microbatch. Once `ShapeBook.settled`,
-        the step gets one more microbatch if its parts then fit compiled programs.
+        compiled program needs a new program, or compiled programs with one more microbatch. Once `ShapeBook.settled` is
+        True, the step gets one more microbatch if its parts then fit compiled programs.
 
         With `packing.share_prompts` a group is one sequence, whose responses are branches behind one copy of the
         prompt. Otherwise each response is a sequence. Raises ConfigError if no plan exists.

@@ -21,9 +21,9 @@ VERL_LINEAR = 24576.0  # verl's work of a token, in the unit in which attention 
 
 def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | None) -> Estimate:
     """Returns a function that estimates the work of sequences, in seconds if `sharding.calibration` is set, else in
-    FLOPs. If `text` is None, too, the function computes verl's formula. The argument `squares` of the function is twice
-    the number of (query, key) pairs of attention. A medium's patches count for each sequence that shows the medium.
-    Raises ConfigError for an unreadable calibration."""
+    FLOPs. Without a calibration and with `text` None, the function computes verl's formula. The argument `squares` of
+    the function is twice the number of (query, key) pairs of attention. A medium's patches count for each sequence that
+    shows the medium. Raises ConfigError for an unreadable calibration."""
     if config.sharding.calibration:
         try:
             cost = calibrated(config, text, vision)

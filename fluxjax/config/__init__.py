@@ -78,7 +78,8 @@ class FlexUlysses(Ulysses):
 class ODC(Ulysses):
     """Each device computes sequences at its own pace. Sequences too long for one device come first, spread."""
 
-    hybrid: bool = False  # parameters, gradients spread over devices_per_host devices; optimizer state over all devices
+    # True: parameters and gradients are spread over devices_per_host devices, and optimizer state over all devices.
+    hybrid: bool = False
     deterministic: bool = False  # gradients add up in an order that the plan fixes, bit for bit; else as they arrive
 
 
@@ -198,11 +199,13 @@ class ShardingConfig(Section):
     strategy: Strategy = choice(FSDP, Ulysses, FlexUlysses, ODC)  # noqa: RUF009
     devices: int = not_negative(0)  # devices that train; 0: all that JAX sees
     remat: Remat = Remat.NONE  # offload is not possible under odc
-    preflight: bool = True  # on GPUs, train first compiles its largest programs, and ends if they do not fit in memory
+    preflight: bool = True  # on GPUs, a run first compiles its largest programs, and ends if they do not fit in memory
     device_memory_gib: float = not_negative(0.0)  # memory of a device; 0: what JAX may use of a GPU, no check on CPUs
     devices_per_host: int = positive(8)  # flex_ulysses: sequences stay within a host if they fit; odc: see hybrid
     calibration: str = ""  # file of `python benchmarks/calibrate.py`; empty: flex_ulysses counts length**2, odc FLOPs
-    compile_ahead: int = not_negative(0)  # steps for which a new shape compiles in the background; 0: at once; not odc
+    # A new shape compiles in the background, and is used after this many steps. 0: it compiles when it is first used.
+    # Must be 0 under odc.
+    compile_ahead: int = not_negative(0)
 
 
 @dataclasses.dataclass(slots=True)
@@ -224,7 +227,7 @@ class CheckpointConfig(Section):
 @dataclasses.dataclass(slots=True)
 class EvaluationConfig(Section):
     every: int = not_negative(50)  # steps; 0: only at start and end
-    samples: int = positive(200)  # held-out prompts a source, at the start and the end
+    samples: int = positive(200)  # held-out prompts of each source, at the start and the end
 
 
 @dataclasses.dataclass(slots=True)

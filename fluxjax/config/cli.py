@@ -1,8 +1,8 @@
 """Reads a command line into a `Config`: `--config=FILE[:variant]` and `--config.section.field=value`.
 
 A command line may not change a field that is not read because of another setting. A configuration file may, because it
-can prepare several choices; `remarks` names the fields that are not read. `NEEDS` lists only choices of behaviour.
-Obvious conditions, such as `warm_start.lr` with 0 steps, are left out.
+can prepare several choices; `remarks` names the fields that are not read. `NEEDS` leaves out obvious conditions:
+`warm_start.lr`, for example, needs `warm_start.steps`.
 
 This module imports nothing heavy, so that `--help` and errors are printed at once.
 """

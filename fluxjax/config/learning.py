@@ -28,7 +28,7 @@ class DynamicSampling(enum.Enum):
     """The field of `Reward` by which dynamic sampling compares the responses of a group."""
 
     OFF = "off"  # groups of equal rewards are trained on, too
-    CORRECT = "correct"  # whether the response is correct, whatever its reward, as in DAPO and verl; true means this
+    CORRECT = "correct"  # whether the response is correct, whatever its reward, as in DAPO and verl; also written true
     VALUE = "value"  # the shaped reward
 
     def __bool__(self) -> bool:
@@ -199,7 +199,7 @@ class AlgorithmConfig(Section):
     name: Any = dataclasses.field(default="grpo", metadata={"object": True})
     normalize_std: bool = True  # divide advantages by the group's standard deviation; False as in Dr.GRPO
     clip_low: float = not_negative(0.2)  # ratios below 1 - clip_low are clipped
-    clip_high: float = not_negative(0.2)  # ratios above 1 + clip_high are clipped; above clip_low: clip-higher (DAPO)
+    clip_high: float = not_negative(0.2)  # ratios above 1 + clip_high are clipped; DAPO: higher than clip_low
     dual_clip: float = bounded(  # ratio up to which the loss of a token with a negative advantage grows; 0: without end
         3.0, lambda value: value == 0 or value > 1, "be 0 or above 1: below, it would cut off every token"
     )

@@ -38,7 +38,7 @@ class PlaceSilent(PlaceLost):
 
 
 class PlaceRefuses(DataError):
-    """The preprocessor will not serve this client, whose token, release, settings or address is wrong."""
+    """The preprocessor will not serve this client: the token, the release, the settings or the address is wrong."""
 
 
 class FlightPlace:

@@ -37,7 +37,7 @@ class StoreStats:
     """Counts of a store since its start, and its present memory and load."""
 
     hits: int = 0  # requested slices that were in memory
-    misses: int = 0  # requested slices that had to be decoded again
+    misses: int = 0  # requested slices that were not in memory
     decoded_media: int = 0  # media decoded, completely or in part
     decoded_frames: int = 0
     decoded_patches: int = 0
@@ -57,6 +57,7 @@ class LocalStore:
     def __init__(
         self, settings: MediaSettings, config: DataConfig, *, workers: int, slice_bytes: int = SLICE_BYTES
     ) -> None:
+        """`workers` processes decode; if `workers` is 0, the calling threads decode."""
         self.settings = settings
         self.digest = settings.digest
         self.slice_bytes, self._workers = slice_bytes, workers

@@ -101,7 +101,7 @@ class Materializer:
         return data
 
     def _begin(self) -> None:
-        """Fetches batches until `ahead` batches are unread. The caller holds the lock."""
+        """Begins to fetch batches until `ahead` batches are unread. The caller holds the lock."""
         while self._coming and self._unread < self._ahead:
             tasks = self._coming.popleft()
             for task in tasks:
@@ -133,8 +133,8 @@ class Materializer:
 
 
 class _Task:
-    """The fetch of one shadow's pixels. `batch` has the tasks of the batch between the start of the batch's fetch and
-    the batch's first read, else None."""
+    """The fetch of one shadow's pixels. From the start of a batch's fetch until the batch's first read, `batch` has all
+    tasks of the batch; at other times it is None."""
 
     def __init__(self, shadow: ShadowTensor) -> None:
         self.shadow = shadow

@@ -1,4 +1,4 @@
-"""Slices of decoded media, and a cache of bounded size. Slices spare a long video from lying in memory completely."""
+"""Slices of decoded media, and a cache of bounded size. With slices, a long video need not be in memory completely."""
 
 from __future__ import annotations
 

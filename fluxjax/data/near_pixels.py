@@ -32,8 +32,8 @@ class _KeptPatches:
 
 class NearPixels:
     """Caches up to `limit` bytes of patches, and fetches other patches from the `store`. Expected patches are fetched
-    ahead, in order. Fetched patches that are not yet requested take at most half of the limit. Other patches make room,
-    the least recently used first. Any thread may call the methods."""
+    ahead, in order. Fetched patches that are not yet requested take at most half of the limit. To make room, other
+    patches are dropped, the least recently used first. Any thread may call the methods."""
 
     def __init__(self, store: ByteStore, limit: int) -> None:
         self._store, self._limit = store, limit

@@ -176,8 +176,8 @@ def _name(path: str) -> str:
 
 
 def split_of(path: str) -> str:
-    """Returns the split that a path names, or an empty text. The file's name goes before folders, and the nearest
-    folder first."""
+    """Returns the split that a path names, or an empty text. The file's name is searched first, then folders from the
+    nearest on."""
     words = (_WORD.search(part) for part in reversed(path.lower().split("/")))
     return next((_SPLITS[word[1]] for word in words if word), "")
 

@@ -39,7 +39,7 @@ Sorted: TypeAlias = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]  # usa
 Media: TypeAlias = Sequence[tuple[str, str | bytes]]
 MAX_SKIPPED = 0.5  # share of the draws that may be skipped
 _JUDGED = 100  # draws before MAX_SKIPPED applies
-_HOPELESS = 1000  # most skips in a row, fewer for small sources; more mean that the data or their path is wrong
+_HOPELESS = 1000  # skips in a row that end the run, fewer for small sources: the data or their path must be wrong
 
 
 @runtime_checkable
@@ -389,8 +389,8 @@ class Preparer:
             self._proxy.expect(item.prompt.draw, item.inputs)
 
     def _pass_by(self, items: Iterable[Result], keep: int) -> None:
-        """Queues prompts that were handed out or dropped. The proxy passes by all queued prompts except for the newest
-        `keep`, because their pixels were used, or never will be."""
+        """Queues prompts that were handed out or dropped. All queued prompts except for the newest `keep` leave the
+        queue, and their pixels are no longer expected."""
         if self._proxy is None:
             return
         self._handed.extend(item for item in items if isinstance(item, PreparedPrompt))

@@ -135,8 +135,8 @@ def _medium_at(kind: MediaKind, folder: str, path: str | Media) -> Media:
 
 
 def to_prompt(record: Mapping[str, object], fields: Fields, source: str, id: str, folder: str, where: str) -> Prompt:
-    """Returns the prompt of a record, whose file and line `where` names. A media field has a path relative to `folder`,
-    or a list of such paths or `Media`. Raises `RecordError`."""
+    """Returns the prompt of a record. `where` names the record's file and line. A media field has a path relative to
+    `folder`, or a list of such paths or `Media`. Raises `RecordError`."""
     text, answer = record[fields.prompt], answer_text(record[fields.answer])
     if not isinstance(text, str):
         raise _refused(id, "no prompt", where, fields.prompt, record, "a string")
@@ -161,8 +161,8 @@ def _refused(id: object, reason: str, where: str, field: str, record: Mapping[st
 
 def _marked(id: str, source: str, text: str, answer: str, media: Mapping[MediaKind, Sequence[Media]]) -> Prompt:
     """Returns a prompt whose media stand in the order of the marks. A text without marks gets the marks of all media at
-    its begin. If `media` is empty (no media field), marks in the text are plain words. Raises `ValueError` with a short
-    reason if marks and media disagree, or if the prompt is empty."""
+    its beginning. If `media` is empty (no media field), marks in the text are plain words. Raises `ValueError` with a
+    short reason if marks and media disagree, or if the prompt is empty."""
     if not text and not any(media.values()):
         raise ValueError("an empty prompt")
     if not media:

@@ -64,7 +64,7 @@ def current_stamp(path: str) -> str:
 
 def check_ref(ref: MediaRef) -> None:
     """Raises StaleTicket if the file is not in the referenced version, MediaError if its version can't be read.
-    Decoders of local files call `check_ref` again after decoding, because the file may have changed meanwhile."""
+    `LocalStore` calls `check_ref` again after decoding a local file, because the file may have changed meanwhile."""
     if (now := current_stamp(ref.path)) != ref.stamp:
         raise StaleTicket(ref.name, f"has changed (it is version {now}, not {ref.stamp})")
 

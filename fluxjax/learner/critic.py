@@ -106,8 +106,8 @@ class Critic(Learner):
         optimizer step.
 
         Process 0 estimates all advantages. In process 0, `outcomes` has the rewards of the responses of all processes,
-        by (draw, sample). `costs` has a flat array for each composition, which is subtracted from the tokens' rewards,
-        or is empty. Collective."""
+        by (draw, sample). `costs` is empty, or has a flat array for each composition, which is subtracted from the
+        tokens' rewards. Collective."""
         found = [logprobs_of(composition, self.gradients, self.params) for composition in compositions]
         pairs = zip(compositions, found, strict=True)
         known = [{"values": composition.of_responses(values_BT, np.float64)} for composition, values_BT in pairs]

@@ -213,8 +213,8 @@ class Learner:
         return self.gradients.logprobs(self.params if params is None else params, inputs)
 
     def state(self) -> dict[str, Any]:
-        """Returns the arrays of a checkpoint that training continues from, as a pytree. Of frozen weights, which a
-        resumed run reads or samples again, the state has only fingerprints."""
+        """Returns the arrays of a checkpoint that training continues from, as a pytree. The state has only fingerprints
+        of frozen weights, which a resumed run reads or samples again."""
         everywhere = NamedSharding(self.mesh, P())
         # Processes that call `device_put` would wait for each other and compare their values.
         version = jax.make_array_from_callback((), everywhere, lambda _: np.int32(self.version))
@@ -422,7 +422,7 @@ def lora_of(config: Config) -> models.Lora | None:
 
 def fingerprint(params: Params, mesh: Mesh) -> Array:
     """Returns a number for each of W arrays of weights, `[W]` uint32, on every device. A changed bit of an array
-    changes its number."""
+    changes the array's number."""
     return jax.jit(_fingerprints, out_shardings=NamedSharding(mesh, P()))(params)
 
 
@@ -431,8 +431,8 @@ def _fingerprints(params: Params) -> Array:
 
 
 def _of(weight: Array) -> Array:
-    """Returns the sum of an array's numbers, read as integers, each times an odd factor of its position. A sum of
-    integers does not depend on the order, and an odd factor loses no bit."""
+    """Returns the sum of an array's numbers, read as integers, each times an odd factor that its position gives. A sum
+    of integers does not depend on the order, and an odd factor loses no bit."""
     factors = jnp.ones(weight.shape, jnp.uint32)
     for axis in range(weight.ndim):
         places = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)

@@ -10,8 +10,8 @@ loss weights of a portion are normalised over the portion. A portion's gradient 
 of the step's normaliser, which counts tokens or responses (Flexes, section 4.4, "Preserving On-Policy Semantics"). The
 weighted sum of the portions' gradients equals the gradient computed at once.
 
-Every process of a run has a trainer, and makes the same steps. Only process 0 has the groups. It calculates advantages,
-plans, and hands every process its share of the step.
+Every process of a run has a trainer, and makes the same steps. Only process 0 has the groups. Process 0 calculates
+advantages, plans, and hands every process its share of the step.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class PolicyTrainer:
         return whole, metrics
 
     def _update(self, parts: Sequence[Portion], compositions: Sequence[Composition], place: _Place) -> dict[str, float]:
-        """Makes all optimizer steps of a training step, after `_scored` has completed all minibatches."""
+        """Makes all optimizer steps of a training step, after `_scored` has filled in the inputs of all minibatches."""
         settings, learner = self._config.algorithm, self._learner
         scored = self._scored(parts, compositions, place)
         resting = self._critic is not None and learner.version < self._config.critic.warmup_steps

@@ -52,8 +52,8 @@ class RunModels:
         self.learner.reset(self.algorithm.token_loss, steps=updates, never_sampled=self._never_sampled)
 
     def renew_reference(self) -> bool:
-        """Makes the policy the reference if the configuration says so for the policy's version. Returns whether it
-        does."""
+        """Makes the policy the reference if the configuration says so for the policy's version. Returns whether the
+        policy became the reference."""
         renewed = self._config.algorithm.renews_reference(self.learner.version)
         if renewed:
             self.reference = self.learner.params

@@ -295,7 +295,7 @@ class ProcessCaller(Caller):
 def scoring_function(reward: Mapping[str, Any]) -> Callable[[bytes], list[Sequence[Any]]]:
     """Builds the reward of this `name` and `arguments`, and returns the function by which a process scores. The
     function takes pickled completions. For each completion it returns the values of a `Reward`, or only the reason why
-    there is no reward. The run takes no objects from a user's code."""
+    there is no reward. The run's process thus gets no object of a user's code."""
     callee = Callee.of(find_reward(**reward))
 
     def scored(completions: bytes) -> list[Sequence[Any]]:

@@ -22,7 +22,8 @@ from .named import BuiltIn
 from .rules import RIGHT, WRONG
 
 _WORD = re.compile(r"(?:[a-z]+ )*[a-z]{4,}(?: [a-z]+)*|yes|no", re.IGNORECASE)  # fewer letters may be a product
-# Math-verify misreads endless lists; products of transposes or vectors (it swaps factors); adjacent numbers (it adds).
+# Math-verify misreads endless lists; products of transposes or vectors (it swaps the factors); adjacent numbers (it
+# adds the numbers).
 _MISREAD = re.compile(r"\\ldots|[A-Z]\)?\^\{T\}|\\vec.*\\times|(?<![0-9_^.])[0-9]+(?:\.[0-9]+)? +[0-9]")
 _POINTS = re.compile(r"[A-Z](?: ?[A-Z]){1,2}")
 

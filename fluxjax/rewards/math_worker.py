@@ -25,7 +25,8 @@ from .extraction import last_place, near
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns of a missing time-out; the pool bounds calls
 _PERCENT = re.compile(r"([0-9.]+)\s?\\?%")
-# `notation` has removed units; without this list, plain expressions would be searched for in unreadable LaTeX.
+# `notation` has removed units. Only LaTeX is extracted: else plain expressions would be searched for in unreadable
+# LaTeX.
 _LATEX = [
     math_verify.LatexExtractionConfig(
         normalization_config=NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")

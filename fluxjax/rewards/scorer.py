@@ -118,7 +118,8 @@ class WeightedSum:
         return any(reward.caller is not None for reward in self.rewards.values())
 
     async def score(self, completion: Completion, progress: float) -> Reward:
-        """Returns the sum of a completion's rewards with the weights at `progress`, in [0, 1], and unweighted parts."""
+        """Returns the sum of a completion's rewards, weighted as at `progress` (in [0, 1]). Its parts have no
+        weights."""
         if not self.weights:
             (reward,) = self.rewards.values()
             return await reward.score(completion)
@@ -211,7 +212,8 @@ class Scorer:
 
     async def score(self, prompt: Prompt, response: Response) -> Reward:
         """Returns the reward of one response. A reward's failure never raises; an unknown source raises `KeyError`. The
-        run's progress, read before the first `await`, sets the weights for all responses to the prompt."""
+        run's progress at the prompt's first response, read before the first `await`, sets the weights for all responses
+        to the prompt."""
         rewards = self._training[prompt.source]
         progress = self._of_prompt(prompt.draw) if rewards.changes else 0.0
         text = self.decode(response.token_ids)

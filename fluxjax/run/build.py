@@ -148,8 +148,8 @@ def check_reference(config: Config) -> None:
 
 def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[DecoderConfig, Processor]:
     """Returns the sizes of the model, and the processor, without reading weights. The tokenizer of a tiny model is
-    built from the prompts and answers of the training `sources`. Raises `ConfigError` if `model.path` is not a
-    checkpoint folder that can be read."""
+    built from the prompts and answers of the training `sources`. Raises `ConfigError` if the checkpoint folder or the
+    sizes can't be used."""
     data = config.data
     if config.model.path:
         path = pathlib.Path(config.model.path)
@@ -283,8 +283,8 @@ def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | 
 
 
 def tiny_states(tiny: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `TextConfig` that only a tiny Qwen3.5 sets. As in published models, every fourth layer (or
-    the last, of fewer than four) has attention, and a quarter of each head is rotated."""
+    """Returns the fields of `TextConfig` that only a tiny Qwen3.5 sets. As in published models, every fourth layer has
+    attention, and a quarter of each head is rotated. With fewer than four layers, the last layer has attention."""
     size = tiny["hidden_size"] // tiny["num_heads"]
     return {
         "delta": DeltaHeads(tiny["num_kv_heads"], tiny["num_heads"], size, size),

@@ -98,7 +98,8 @@ class SettledHeap(Callback):
 
 _ALARMS_SHOWN = 3
 _DUMPED = 8  # responses in a dump
-# Larger mean absolute differences (nats) of engine and trainer log-probs raise an alarm. Rounding causes less.
+# Larger mean absolute differences (nats) of engine and trainer log-probs raise an alarm. Rounding causes smaller
+# differences.
 GAP_ALARMS = {DType.FLOAT32: 1e-4, DType.BFLOAT16: 0.05}
 
 

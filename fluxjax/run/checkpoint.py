@@ -116,8 +116,8 @@ class Checkpoints:
         return self._damage[step]
 
     def may_save(self, step: int, arrays: PyTree) -> bool:
-        """Waits for the write under way. Says whether this step has no checkpoint and the disk has room for it. A full
-        disk is logged, and added to `failed`."""
+        """Waits for the write under way. Says whether this step has no checkpoint and the disk has room for a
+        checkpoint. A full disk is logged, and added to `failed`."""
         self.wait()
         if step in self._manager.all_steps():
             return False

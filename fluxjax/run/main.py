@@ -70,7 +70,7 @@ def main(config: Config) -> int:
         links = gang.links
         take_signals()
         if gang.process:
-            stops.append(lambda: None)  # clusters also signal process 0, whose end ends this process
+            stops.append(lambda: None)  # clusters also signal process 0; when it ends, this process ends
             from .follower import follow
 
             follow(gang, config.algorithm.name)

@@ -49,7 +49,7 @@ _Score = Callable[[Prompt, str], Awaitable[Reward]]
 def settled(
     config: Config, sizes: DecoderConfig, processor: Processor, gang: Team, note: Callable[[str], None] | None
 ) -> Config:
-    """Returns a copy of the configuration that refuses changes. The number of this process's devices replaces
+    """Returns a copy of the configuration that refuses changes. The number from `engine_count` replaces
     `rollout.engines=0`. The result of the pre-flight's memory check replaces `sharding.remat=auto`. `note` gets the
     progress of the check (None: no check). Raises `ConfigError` if there are too few devices, or if the run does not
     fit into the devices' memory."""

@@ -2,7 +2,7 @@
 
 The pool deals the first `rollout.engines` x `parallelism.degree` devices of the process to engines, in order. If
 `rollout.engines` is 0, there is one engine on CPUs; on accelerators, as many as fill the devices (at most
-`sharding.devices`, if set). At another degree, the same devices make as many complete engines as they can.
+`sharding.devices` of them, if set). At another degree, the same devices make as many complete engines as they can.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 def engine_count(config: Config, devices: Sequence[Any], processes: int = 1) -> int:
-    """Returns the number of engines of a run whose processes have these devices each. If the configuration gives no
-    number, there is one engine for each server. Without servers, there is one for each process on CPUs, or as many as
-    the accelerators make (at least one a process)."""
+    """Returns the number of engines of a run in which each process has these devices. If the configuration gives no
+    number, there is one engine for each server. Without servers, each process has one engine on CPUs, or as many as its
+    accelerators make (at least one)."""
     if config.rollout.engines:
         return config.rollout.engines
     if config.rollout.engine is not RolloutEngine.JAX:
@@ -44,10 +44,10 @@ def engine_count(config: Config, devices: Sequence[Any], processes: int = 1) -> 
 
 class EnginePool:
     """The embedded engines. `set_parallelism` changes the list `engines` in place; its first engine stays the same.
-    Engines of one device may share devices; engines of several devices do not. `model` and `fetch`: see `JaxEngine`.
-    Raises `ConfigError` if there are too few devices, or if the devices that engines lend to training could not hold
-    the rows of training. Raises this error also for `adaptive_async` with engines of several devices, and for a profile
-    of another model."""
+    Engines that have a single device may share it; engines that have several devices share none. `model` and `fetch`:
+    see `JaxEngine`. Raises `ConfigError` if there are too few devices, or if the devices that engines lend to training
+    could not hold the rows of training. Raises this error also for `adaptive_async` with engines of several devices,
+    and for a profile of another model."""
 
     def __init__(self, config: Config, model: Decoder, *, fetch: Fetch | None = None) -> None:
         devices = jax.local_devices()
@@ -121,7 +121,8 @@ class EnginePool:
 
 
 def engines_a_device(devices: Sequence[Any]) -> int:
-    """Returns the largest number of engines on one device; `devices` names the device of each one-device engine."""
+    """Returns the largest number of engines on one device. `devices` has the devices of all engines; a device that
+    engines share is repeated."""
     return -(-len(devices) // len(set(devices)))
 
 

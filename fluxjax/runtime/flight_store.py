@@ -168,7 +168,7 @@ class FlightStore(Places):
 
     def _arrived(self, parts: Sequence[_Part], lost: Sequence[PlaceSeat] = ()) -> dict[int, np.ndarray]:
         """Returns the patches of every part, by its number. Places are asked at the same time, one of them in this
-        thread. The places in `lost`, which were lost over these parts, are asked last."""
+        thread. The places in `lost`, which were lost when they were asked for these parts, are asked last."""
         with self.lock:
             questions = self._questions(parts, lost)
         asked = [started(lambda q=q: self._given(q, lost), "flight-fetch") for q in questions[1:]]

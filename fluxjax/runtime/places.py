@@ -91,11 +91,11 @@ class PlaceSeat:
 class Places:
     """The places at these addresses, HOST:PORT, by name (if `addresses` has no names, each address is a name).
 
-    A place may take `lease_seconds` for a medium, and longer if other media are before it. A late place is lost if
-    nothing at all was heard of it for `lease_seconds`, statistics included; then `silent` is called with its name. A
-    lost place is used again when it answers again. Methods raise DataError if no place answers for `patience` seconds,
-    and at once if a place refuses this client. Each place is asked for its statistics every `stats_seconds`, and at
-    least four times in `lease_seconds`. `lock` guards `seats`, the places by name.
+    A place may take `lease_seconds` for a medium, and longer if other media are before it. A late place is lost if it
+    sent nothing at all, not even statistics, for `lease_seconds`; `silent` is then called with its name. A lost place
+    is used again when it answers again. Methods raise DataError if no place answers for `patience` seconds, and at once
+    if a place refuses this client. Each place is asked for its statistics every `stats_seconds`, and at least four
+    times in `lease_seconds`. `lock` guards `seats`, the places by name.
     """
 
     def __init__(
@@ -201,8 +201,8 @@ class Places:
         return True
 
     def check(self) -> None:
-        """Raises DataError if the store is closed or has failed, if a place refuses this client, or if no place was
-        connected for more than `patience` seconds."""
+        """Raises DataError if the store is closed or has failed, if a place refuses this client, or if for more than
+        `patience` seconds no place was connected."""
         if self._closed:
             raise DataError("the media store is closed")
         if self._failure:
@@ -340,7 +340,7 @@ class Places:
 
 
 def started(work: Callable[[], Answer], name: str) -> concurrent.futures.Future[Answer]:
-    """Starts a daemon thread for the work: unlike threads of a pool, it lets the process end."""
+    """Starts a daemon thread for the work. A daemon thread, unlike a pool's threads, lets the process end."""
     future: concurrent.futures.Future[Answer] = concurrent.futures.Future()
     threading.Thread(target=settle, args=(future, work), name=name, daemon=True).start()
     return future

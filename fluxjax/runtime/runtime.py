@@ -348,7 +348,7 @@ class Runtime:
             self._tell(lambda observer, done=done: observer.on_step(done))
         if self._reports:
             self._reports.clear()
-            await asyncio.sleep(0)  # if an observer wants to stop, that is heard before the next step begins
+            await asyncio.sleep(0)  # an observer's `stop` takes effect before the next step begins
 
     @_carry_out.of(messages.Evaluate)
     async def _evaluate(self, order: messages.Evaluate) -> None:
@@ -359,7 +359,7 @@ class Runtime:
             return self._post(messages.Evaluated(order.step, given_up=True))
         self._compiled = time.perf_counter()  # compilations for an evaluation belong to no step
         self._tell(lambda observer: observer.on_evaluation(order.step, order.full, result))
-        await asyncio.sleep(0)  # as after `on_step`
+        await asyncio.sleep(0)  # an observer's `stop` takes effect before `Evaluated`
         self._post(messages.Evaluated(order.step))
 
     @_carry_out.of(messages.SaveCheckpoint)

@@ -1,5 +1,6 @@
-"""Watches the rollout servers of a run: tells users when a server comes up, is lost or leaves, and keeps the times
-when servers were down. Servers join and leave the running job by a file in the run's folder, with a line a server."""
+"""Watches the rollout servers of a run: tells users when a server comes up, is lost or leaves, and keeps the times when
+servers were down. Servers join and leave the running job by a file in the run's folder, which has a line for each
+server."""
 
 from __future__ import annotations
 

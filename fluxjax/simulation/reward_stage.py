@@ -56,7 +56,7 @@ class Scoring:
         workers = {"math": settings.rules, "code": settings.sandboxes, "judge": judges}
         self._servers = {task: Servers(count) for task, count in workers.items()}
         self._anchors: dict[str, float] = {}  # by id of the prompt: seconds
-        self._anchor = 0.0  # the largest anchor; 0: no response was correct yet
+        self._anchor = 0.0  # the largest anchor; 0: no code was correct yet
         self._held: list[Callable[[], None]] = []
         self.timed_out = 0
 

@@ -2,8 +2,8 @@
 
 The engine works in steps, as vLLM and SGLang do. At the end of each step the engine
 
-1. preempts the youngest samples while the cache lacks room for one more token of every sample (their cache is dropped,
-   and computed anew when there is room: Flexes, section 4.2),
+1. preempts the youngest samples while the cache lacks room for one more token of every sample (the cache of a preempted
+   sample is dropped, and computed anew when there is room: Flexes, section 4.2),
 2. lets in waiting samples in their order, as far as cache and `max_running` allow, in a step of prefill: this fills the
    cache with their prompts and generated tokens, and no other sample gets a token,
 3. or, if it let in no sample, decodes: one token for every running sample.
@@ -128,7 +128,7 @@ class SimulatedEngine:
     def update(self, seconds: float, version: int, recompute: bool, done: Action | None = None) -> None:
         """Loads new weights: pauses for `seconds` from the end of the step under way, then generates under `version`.
         `recompute` fills the cache anew under the new weights. `done` is called when the weights are loaded. If the
-        engine is down or crashes before, `done` is not called, and the engine has the weights after `recover`."""
+        engine is down, or crashes before that, `done` is not called, and the engine has the weights after `recover`."""
         self._newest = version
         if self.up:
             self._updates.append((seconds, version, recompute, done))

@@ -220,14 +220,14 @@ class Rollout:
 
     def utilisation(self) -> tuple[float, float]:
         """Returns (the share of the GPUs' time in which their engines worked, the share of the peak) since the
-        beginning. The second share is that of the decoded tokens in the tokens that engines at their peak would have
-        decoded."""
+        beginning. The second share is the decoded tokens, divided by the tokens that engines would have decoded at
+        their peak."""
         busy, peak, tokens, _ = self._totals()
         span = self.clock.now
         return (busy / (span * self.settings.rollout_gpus), tokens / peak) if span > 0 else (0.0, 0.0)
 
     def crash(self, index: int) -> None:
-        """Loses all samples on an engine. When it is up again, it has the weights that it was loading."""
+        """Loses all samples on an engine. When the engine is up again, it has the weights that it was loading."""
         self.crashes += 1
         lost = self.engines[index].crash()
         for rid in lost:

@@ -141,8 +141,8 @@ class Ending:
         return ""
 
     def _slack(self, times: list[int | None]) -> float:
-        """Seconds by which the last packet may end before the declared end. The packet's duration may be unknown, and
-        as long as the longest time between two frames."""
+        """Seconds by which the last packet may end before the declared end. If the packet's duration is unknown, it may
+        be as long as the longest time between two frames."""
         known = sorted(time for time in times if time is not None)
         longest = max((b - a for a, b in itertools.pairwise(known)), default=0)
         return max(2 * longest * self._seconds[self._stream], TOLERANCE * self._declared)

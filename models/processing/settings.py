@@ -145,7 +145,7 @@ def write_configs(
     image_config = common(image) | {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": processor,
-        # for folders that have no config.json
+        # read if the folder has no config.json
         "window_size": layout.window_size,
         "tokens_per_second": layout.tokens_per_second,
     }

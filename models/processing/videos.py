@@ -38,7 +38,7 @@ def sample_indices(
 ) -> np.ndarray:
     """Indices of the frames to sample among `total` frames of `seconds`, spread as in `Qwen2VLVideoProcessor`. With
     `timed`, frames are spread as in `Qwen3VLVideoProcessor`, which also samples the last frame, and allows any number
-    of frames. Raises ValueError if `total` is 0, and if `frames` has more frames than `total`, or a rate while
+    of frames. Raises ValueError if `total` is 0, and if `frames` asks for more frames than `total`, or for a rate while
     `seconds` is None."""
     if total < 1:
         raise ValueError("has no frames")

@@ -72,8 +72,8 @@ def delta_rule(
     inputs: DeltaInputs, heads: DeltaHeads, runs: PackedRuns, state: DeltaState | None = None, block: int = BLOCK
 ) -> tuple[Float[Array, "B T V J"], DeltaState]:
     """Computes convolution and delta rule over packed rows. Returns (outputs, the state after each row's last run).
-    Outputs are float32, and zero at padding. `runs` that were made with `given` need the `state` before the rows. The
-    backward pass computes `block` chunks at a time."""
+    Outputs are float32, and zero at padding. `runs` that `packed_runs` made with `given` need the `state` before the
+    rows. The backward pass computes `block` chunks at a time."""
     x, runs = inputs.channels_BTX, jax.tree.map(jnp.asarray, runs)
     B, N, C = runs.columns_BNC.shape
     given = new_state(heads, B, x.dtype) if state is None else state
