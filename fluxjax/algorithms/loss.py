@@ -37,7 +37,7 @@ from jaxtyping import Array, Bool, Float
 from ..base.types import TrainBatch
 from ..config import AlgorithmConfig, Importance, ImportanceConfig, ImportanceLevel, KlEstimator, LossAggregation
 
-LIMIT = 20.0  # nats; larger log-ratios count as this limit, so that their squares' sum over a step is finite in float32
+LIMIT = 20.0  # nats; a larger log-ratio counts as this limit, so that sums of squared ratios are finite in float32
 
 # The names of the sums and of the maximum that `importance_tally` returns.
 _SUMS = tuple(f"importance/{name}" for name in ("weights", "squares", "clipped"))

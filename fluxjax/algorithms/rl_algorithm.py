@@ -30,7 +30,7 @@ _REQUIRED = ("advantages", "token_loss")
 
 class RLAlgorithm:
     """The base of all algorithms. An algorithm must define `advantages` and `token_loss`. The other members say what
-    the trainer may leave out or must compute; their defaults are right for any algorithm."""
+    the trainer may leave out or must compute."""
 
     # True: advantages depend on all groups of a step, so they are computed only when the step is complete.
     whole_step = False

@@ -37,8 +37,8 @@ class Spans:
     prompts: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # first cell, segment, first feature
     inputs: list[ModelInput] = dataclasses.field(default_factory=list)  # inputs of each prompt
     responses: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
-    # For each response: first cell, segment, branch, and column and position of the token that predicts the first
-    # token.
+    # For each response: first cell, segment, branch, column of the token that predicts the response's first token,
+    # rotary position of the response's first token.
     keys: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (draw, sample) of each response
     data: list[bytes] = dataclasses.field(default_factory=list)  # `Response.data` of each response
     lengths: list[int] = dataclasses.field(default_factory=list)  # number of tokens of each response
