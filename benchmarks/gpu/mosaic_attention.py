@@ -2,7 +2,8 @@
 
 The mask is an interval of queries for each key, which `intervals` finds: a key of a prompt is seen up to the end of its
 segment, branches included, and a key of a branch up to the end of the branch. Tiles are those that `flash.visits_of`
-lists, 128 queries by 128 keys. Segments and branches are contiguous, as the packer lays them out.
+lists, of 128 queries and 128 keys in the forward kernel. Segments and branches are contiguous, as the packer lays them
+out.
 
 A program of the forward kernel computes 128 queries of a head. Two warpgroups compute 64 queries each; a third one
 copies tiles of keys and values into a ring of shared memory (TMA). A warpgroup issues the scores of a tile before the
@@ -27,21 +28,29 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from sharding.kernels import flash
 from sharding.mesh import Tiling
 
-TILE = 128  # queries, or keys
-QUERIES = 64  # queries of a warpgroup
+TILE = 128  # the most queries or keys of a tile; two warpgroups share them
+HALF = 64  # the queries or keys of a warpgroup
+# The queries and the keys of a tile of each kernel, and the tiles that its ring has.
+SIZES = {"forward": (TILE, TILE), "query_gradients": (TILE, HALF), "key_gradients": (HALF, TILE)}
+STAGES = {"forward": 2, "query_gradients": 4, "key_gradients": 3}
 MASKED = -1e30  # the score of a key that the query does not reach
 FLOOR = -1e20  # the least running maximum: a query that reaches no key gets weights of 0
-COMPUTE, COPY = 232, 40  # registers of a thread that computes, and of a thread that copies
+COMPUTE, COPY = 240, 24  # registers of a thread that computes, and of a thread that copies
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # how wgmma reads numbers of 16 bits
 
 
 def visits_of(segments: jax.Array, branches: jax.Array | None, causal: bool) -> flash.Visits:
-    """The lists of tiles of 128 queries and 128 keys, `segments` and `branches` `[B, T]`."""
+    """The lists of tiles of each kernel, by `SIZES`; `segments` and `branches` are `[B, T]`."""
     branches = jnp.zeros_like(segments) if branches is None else branches
     segments, branches = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % TILE))) for x in (segments, branches))
-    active, whole = flash.tile_table(segments, branches, TILE, TILE, causal)
-    lists = (flash.tile_lists(active, whole), flash.tile_lists(active.mT, whole.mT))
-    return flash.Visits(segments, branches, lists, (Tiling((TILE, TILE), 12, 2),) * 2, causal)
+    lists = []
+    for kernel in flash.KERNELS:
+        active, whole = flash.tile_table(segments, branches, *SIZES[kernel], causal)
+        lists.append(
+            flash.tile_lists(active.mT, whole.mT) if kernel == "key_gradients" else flash.tile_lists(active, whole)
+        )
+    tilings = tuple(Tiling(SIZES[kernel], 12, STAGES[kernel]) for kernel in flash.KERNELS)
+    return flash.Visits(segments, branches, tuple(lists), tilings, causal)
 
 
 def intervals(visits: flash.Visits) -> tuple[jax.Array, jax.Array]:
@@ -66,15 +75,14 @@ def intervals(visits: flash.Visits) -> tuple[jax.Array, jax.Array]:
     return first, jnp.where(segments != 0, last, first)
 
 
-def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, visits: flash.Visits, *, stages: int = 2
-) -> tuple[jax.Array, jax.Array]:
+def forward(q: jax.Array, k: jax.Array, v: jax.Array, visits: flash.Visits) -> tuple[jax.Array, jax.Array]:
     """Grouped-query attention: q `[B, T, N, H]`, k and v `[B, T, K, H]` of 16-bit numbers, H a multiple of 64.
 
     Returns the outputs, and the log of the sum of exponentiated scores `[B, N, T]` float32, 0 where a query reaches no
-    key. `stages` are the tiles of keys and of values that shared memory has.
+    key.
     """
     B, T, N, H = q.shape
+    stages = STAGES["forward"]
     tiles, counts = visits.lists[0]
     filled = visits.segments.shape[1]
     ring = plgpu.SMEM((stages, TILE, H), k.dtype, transforms=SWIZZLED)
@@ -84,8 +92,8 @@ def forward(
         functools.partial(_forward, readers=N // k.shape[2], scale2=H**-0.5 * math.log2(math.e), stages=stages),
         out_type=(jax.ShapeDtypeStruct(q.shape, v.dtype), jax.ShapeDtypeStruct((B, N, filled), jnp.float32)),
         scratch_types={
-            "q_smem": plgpu.SMEM((2, QUERIES, H), q.dtype, transforms=SWIZZLED),
-            "lse_smem": plgpu.SMEM((2, QUERIES), jnp.float32),
+            "q_smem": plgpu.SMEM((2, HALF, H), q.dtype, transforms=SWIZZLED),
+            "lse_smem": plgpu.SMEM((2, HALF), jnp.float32),
             "k_smem": ring,
             "v_smem": ring,
             "first_smem": numbers,
@@ -127,9 +135,9 @@ def _forward(
     @pl.when(group < 2)
     def _compute() -> None:
         plgpu.set_max_registers(COMPUTE, action="increase")
-        start = tile * TILE + group * QUERIES
+        start = tile * TILE + group * HALF
         queries = q_smem.at[group]
-        mine = (row, pl.ds(start, QUERIES), head)
+        mine = (row, pl.ds(start, HALF), head)
         plgpu.copy_gmem_to_smem(q_ref.at[mine], queries, q_there.at[group])
         plgpu.barrier_wait(q_there.at[group])
 
@@ -155,15 +163,15 @@ def _forward(
                 plgpu.barrier_wait(k_there.at[slot(visit)])
 
         def scores_of(scores_ref: Any, visit: Any) -> None:
-            plgpu.wgmma(scores_ref, queries, plgpu.transpose_ref(k_smem.at[slot(visit)], (1, 0)))
+            plgpu.wgmma(scores_ref, queries, k_smem.at[slot(visit)].transpose((1, 0)))
 
-        accumulator = plgpu.ACC((QUERIES, TILE), jnp.float32)
+        accumulator = plgpu.ACC((HALF, TILE), jnp.float32)
 
         def begin(scores_ref: Any) -> tuple[Any, ...]:
             await_keys(jnp.int32(0))
             scores_of(scores_ref, jnp.int32(0))
             peak, total = (
-                plgpu.layout_cast(jnp.full((QUERIES,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+                plgpu.layout_cast(jnp.full((HALF,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
                 for value in (FLOOR, 0.0)
             )
             weights, _, peak, total = softmax(scores_ref[...], peak, total, jnp.int32(0), True)
@@ -198,16 +206,18 @@ def _forward(
             weights, peak, total = carry
             plgpu.barrier_wait(v_there.at[slot(visited - 1)])
             plgpu.wgmma(sums_ref, weights, v_smem.at[slot(visited - 1)])
-            return sums_ref[...], peak, total
+            sums = sums_ref[...]
+            plgpu.barrier_arrive(v_consumed.at[slot(visited - 1)])
+            return sums, peak, total
 
-        sums, peak, total = pl.run_scoped(attend, plgpu.ACC((QUERIES, H), jnp.float32))
+        sums, peak, total = pl.run_scoped(attend, plgpu.ACC((HALF, H), jnp.float32))
         some = total > 0
         total = jnp.where(some, total, 1.0)
         queries[...] = (sums / lax.broadcast_in_dim(total, sums.shape, [0])).astype(out_ref.dtype)
         lse_smem.at[group][...] = jnp.where(some, peak * math.log(2) + jnp.log(total), 0.0)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(queries, out_ref.at[mine])
-        plgpu.copy_smem_to_gmem(lse_smem.at[group], lse_ref.at[row, head, pl.ds(start, QUERIES)])
+        plgpu.copy_smem_to_gmem(lse_smem.at[group], lse_ref.at[row, head, pl.ds(start, HALF)])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(group == 2)
