@@ -81,22 +81,24 @@ def triton_programs(only: str) -> dict[str, Program]:
 
 
 def mosaic_programs(only: str) -> dict[str, Program]:
-    """Programs that call one kernel of `mosaic_attention` each."""
+    """Programs that call the candidates, by head size, with descriptions of their arrays."""
     import jax
     import jax.numpy as jnp
-    import mosaic_attention
+    from mosaic_attention import forward, visits_of
+    from mosaic_gradients import attend
 
-    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
+    def passes(q: Any, k: Any, v: Any, dout: Any, segments: Any, branches: Any) -> Any:
+        visits = visits_of(segments, branches, True, q.shape[-1])
+        if q.shape[-1] > 128:
+            return forward(q, k, v, visits)
+        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, visits), q, k, v)
+        return out, *pull(dout)
 
-    def forward(q: Any, k: Any, v: Any, segments: Any, branches: Any) -> Any:
-        return mosaic_attention.forward(q, k, v, mosaic_attention.visits_of(segments, branches, True))
-
+    numbers = jax.ShapeDtypeStruct((1, TOKENS), jnp.int32)
     found: dict[str, Program] = {}
-    numbers = array(jnp.int32, 1, TOKENS)
-    for H in (64, 128):
-        q, k = array(jnp.bfloat16, 1, TOKENS, HEADS, H), array(jnp.bfloat16, 1, TOKENS, KV_HEADS, H)
-        found[f"mosaic forward {H}"] = forward, (q, k, k, numbers, numbers)
+    for H in (64, 128, 256):
+        q, k = (jax.ShapeDtypeStruct((1, TOKENS, heads, H), jnp.bfloat16) for heads in (HEADS, KV_HEADS))
+        found[f"mosaic {H}"] = passes, (q, k, k, q, numbers, numbers)
     return {name: program for name, program in found.items() if only in name}
 
 
@@ -114,12 +116,11 @@ def triton_code(only: str) -> dict[str, dict[str, Any]]:
 
 def mosaic_code(only: str) -> dict[str, dict[str, Any]]:
     """The figures of the candidates, from what Mosaic writes into a folder while XLA compiles for an H100."""
-    programs = mosaic_programs(only)
+    programs = mosaic_programs(only)  # imports Mosaic, which sets the variable of the environment below
     if not programs:
         return {}
     import jax
     import triton  # pyright: ignore[reportMissingImports]
-    from jax.experimental.pallas import mosaic_gpu  # noqa: F401  # sets MOSAIC_GPU_CUDA_ROOT
 
     os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(pathlib.Path(str(triton.__file__)).parent / "backends/nvidia")
     place = jax.sharding.SingleDeviceSharding(Topology.parse("1x1xh100").devices()[0])
@@ -130,8 +131,9 @@ def mosaic_code(only: str) -> dict[str, dict[str, Any]]:
             os.environ["MOSAIC_GPU_DUMP_SASS"] = "1"
             placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in arrays]
             jax.jit(function).lower(*placed).compile()
-            for log in pathlib.Path(folder).glob("*.ptxas"):
-                found[name] = _mosaic_figures(log)
+            for log in sorted(pathlib.Path(folder).glob("mosaic_*.ptxas")):
+                kernel = re.sub(r"mosaic_(\w+)_\d+", r"\1", log.stem)
+                found[f"{name}: {kernel}"] = _mosaic_figures(log)
     return found
 
 
@@ -141,7 +143,7 @@ def _mosaic_figures(log: pathlib.Path) -> dict[str, Any]:
     messages, ptx = log.read_text(), log.with_suffix(".ptx").read_text()
     figures = {
         "registers": int(re.findall(r"Used (\d+) registers", messages)[0]),
-        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", messages))),
+        "spilled": sum(map(int, re.findall(r"frame, (\d+) bytes spill stores, (\d+) bytes spill loads", messages)[0])),
         "shared": None,
         "threads": int(re.findall(r"\.(?:reqntid|maxntid) (\d+)", ptx)[0]),
         "serialized": "serialized" in messages,

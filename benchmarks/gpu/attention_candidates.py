@@ -89,7 +89,7 @@ def _mosaic(q: Any, k: Any, v: Any, segments: Any, branches: Any) -> Any:
     import mosaic_attention
     import mosaic_gradients
 
-    return mosaic_gradients.attend(q, k, v, mosaic_attention.visits_of(segments, branches, True))
+    return mosaic_gradients.attend(q, k, v, mosaic_attention.visits_of(segments, branches, True, q.shape[-1]))
 
 
 def _checked(name: str, checked: dict[str, bool]) -> dict[str, object]:

@@ -30,16 +30,15 @@ class Layout:
 
 
 def layout_of(segments: np.ndarray, branches: np.ndarray) -> Layout:
-    """The sequences of a row, by the segment and the branch of each token, `[T]`; both are contiguous."""
-    new = (np.diff(segments, prepend=-1) != 0) | (np.diff(branches, prepend=-1) != 0)
-    runs = [run for run in np.split(np.arange(len(segments)), np.flatnonzero(new)) if run.size and segments[run[0]]]
-    prompts, theirs = [], []
+    """The sequences of a row, by the segment and the branch of each token, `[T]`."""
+    runs, prompts, theirs = [], [], []
     for segment in np.unique(segments[segments != 0]):
         columns = np.flatnonzero(segments == segment)
-        prompt, rest = columns[branches[columns] == 0], columns[branches[columns] != 0]
-        if prompt.size and rest.size:
-            prompts.append(prompt)
-            theirs.append(rest)
+        of = branches[columns]
+        runs += [columns[of == branch] for branch in np.unique(of)]
+        if (of == 0).any() and (of != 0).any():
+            prompts.append(columns[of == 0])
+            theirs.append(columns[of != 0])
     return Layout(_filled(runs), _filled(prompts), _filled(theirs))
 
 

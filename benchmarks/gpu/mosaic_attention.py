@@ -30,26 +30,26 @@ from sharding.mesh import Tiling
 
 TILE = 128  # the most queries or keys of a tile; two warpgroups share them
 HALF = 64  # the queries or keys of a warpgroup
-# The queries and the keys of a tile of each kernel, and the tiles that its ring has.
-SIZES = {"forward": (TILE, TILE), "query_gradients": (TILE, HALF), "key_gradients": (HALF, TILE)}
-STAGES = {"forward": 2, "query_gradients": 4, "key_gradients": 3}
+STAGES = {"forward": 2, "query_gradients": 4, "key_gradients": 3}  # the tiles that the ring of each kernel has
 MASKED = -1e30  # the score of a key that the query does not reach
 FLOOR = -1e20  # the least running maximum: a query that reaches no key gets weights of 0
 COMPUTE, COPY = 240, 24  # registers of a thread that computes, and of a thread that copies
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # how wgmma reads numbers of 16 bits
 
 
-def visits_of(segments: jax.Array, branches: jax.Array | None, causal: bool) -> flash.Visits:
-    """The lists of tiles of each kernel, by `SIZES`; `segments` and `branches` are `[B, T]`."""
+def visits_of(segments: jax.Array, branches: jax.Array | None, causal: bool, head: int) -> flash.Visits:
+    """The lists of tiles of each kernel, for heads of size `head`; `segments` and `branches` are `[B, T]`."""
+    sizes = {"forward": (TILE, TILE if head <= 128 else HALF), "query_gradients": (TILE, HALF),
+             "key_gradients": (HALF, TILE)}  # fmt: skip
     branches = jnp.zeros_like(segments) if branches is None else branches
     segments, branches = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % TILE))) for x in (segments, branches))
     lists = []
     for kernel in flash.KERNELS:
-        active, whole = flash.tile_table(segments, branches, *SIZES[kernel], causal)
+        active, whole = flash.tile_table(segments, branches, *sizes[kernel], causal)
         lists.append(
             flash.tile_lists(active.mT, whole.mT) if kernel == "key_gradients" else flash.tile_lists(active, whole)
         )
-    tilings = tuple(Tiling(SIZES[kernel], 12, STAGES[kernel]) for kernel in flash.KERNELS)
+    tilings = tuple(Tiling(sizes[kernel], 12, STAGES[kernel]) for kernel in flash.KERNELS)
     return flash.Visits(segments, branches, tuple(lists), tilings, causal)
 
 
@@ -79,14 +79,14 @@ def forward(q: jax.Array, k: jax.Array, v: jax.Array, visits: flash.Visits) -> t
     """Grouped-query attention: q `[B, T, N, H]`, k and v `[B, T, K, H]` of 16-bit numbers, H a multiple of 64.
 
     Returns the outputs, and the log of the sum of exponentiated scores `[B, N, T]` float32, 0 where a query reaches no
-    key.
+    key. Heads of 256 have no gradients: their sums would not fit into a warpgroup's registers.
     """
     B, T, N, H = q.shape
     stages = STAGES["forward"]
     tiles, counts = visits.lists[0]
-    filled = visits.segments.shape[1]
-    ring = plgpu.SMEM((stages, TILE, H), k.dtype, transforms=SWIZZLED)
-    numbers = plgpu.SMEM((stages, TILE), jnp.int32)
+    filled, keys = visits.segments.shape[1], visits.tilings[0].sizes[1]
+    ring = plgpu.SMEM((stages, keys, H), k.dtype, transforms=SWIZZLED)
+    numbers = plgpu.SMEM((stages, keys), jnp.int32)
     consumed = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
     kernel = plgpu.kernel(
         functools.partial(_forward, readers=N // k.shape[2], scale2=H**-0.5 * math.log2(math.e), stages=stages),
@@ -165,7 +165,7 @@ def _forward(
         def scores_of(scores_ref: Any, visit: Any) -> None:
             plgpu.wgmma(scores_ref, queries, k_smem.at[slot(visit)].transpose((1, 0)))
 
-        accumulator = plgpu.ACC((HALF, TILE), jnp.float32)
+        accumulator = plgpu.ACC((HALF, k_smem.shape[1]), jnp.float32)
 
         def begin(scores_ref: Any) -> tuple[Any, ...]:
             await_keys(jnp.int32(0))
@@ -228,7 +228,7 @@ def _forward(
         @pl.loop(0, visited)
         def _visit(visit: Any) -> None:
             here = slot(visit)
-            keys = pl.ds(tiles_ref[row, tile, visit] * TILE, TILE)
+            keys = pl.ds(tiles_ref[row, tile, visit] * k_smem.shape[1], k_smem.shape[1])
 
             @pl.when(visit >= stages)
             def _() -> None:
