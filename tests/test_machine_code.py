@@ -10,9 +10,9 @@ import pytest
 from cuda_ahead import cuda_environment
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
-sys.path.append(str(BENCHMARKS / "gpu"))  # not a package
+sys.path.insert(0, str(BENCHMARKS))  # not a package
 
-from machine_code import LEAST_WORK, summary  # noqa: E402
+from gpu.machine_code import LEAST_WORK, summary  # noqa: E402
 
 WAIT, LAST_WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 WORK = ["FMUL R1, R2, R3"] * LEAST_WORK

@@ -209,7 +209,7 @@ def _key_gradients(
     """A program computes 128 keys of a KV head. Scores are keys x queries."""
     kv_head, row, group = lax.axis_index("head"), lax.axis_index("row"), lax.axis_index("warpgroup")
     tile = lax.axis_index("tile")
-    masked, visited = counts_ref[row, tile, 0], jnp.maximum(counts_ref[row, tile, 1], 1)
+    masked, visited = counts_ref[row, tile, 0], counts_ref[row, tile, 1]
     H = q_ref.shape[-1]
 
     def slot(turn: Any) -> jax.Array:

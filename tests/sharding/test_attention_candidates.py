@@ -15,10 +15,10 @@ from turns import third_of
 
 from sharding.kernels.attention import Mask, attention
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"))  # not a package
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))  # not a package
 
-from merged_attention import layout_of, library, merged
-from mosaic_attention import intervals, visits_of
+from gpu.merged_attention import layout_of, library, merged
+from gpu.mosaic_attention import intervals, visits_of
 
 TOLERANCE = 2e-6  # float32, of the largest value
 
