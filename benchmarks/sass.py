@@ -138,17 +138,24 @@ def mosaic_code(only: str) -> dict[str, dict[str, Any]]:
 
 
 def _mosaic_figures(log: pathlib.Path) -> dict[str, Any]:
-    """Reads ptxas' messages, and the PTX and machine code beside them. Registers are those of the launch; a warpgroup
-    that computes takes others' (`setmaxnreg`)."""
+    """Reads ptxas' messages, and what lies beside them. Registers are those of the launch; a warpgroup that computes
+    takes others' (`setmaxnreg`)."""
     messages, ptx = log.read_text(), log.with_suffix(".ptx").read_text()
     figures = {
         "registers": int(re.findall(r"Used (\d+) registers", messages)[0]),
         "spilled": sum(map(int, re.findall(r"frame, (\d+) bytes spill stores, (\d+) bytes spill loads", messages)[0])),
-        "shared": None,
+        "shared": _shared(log.with_suffix(".mlir-passes.log")),
         "threads": int(re.findall(r"\.(?:reqntid|maxntid) (\d+)", ptx)[0]),
         "serialized": "serialized" in messages,
     }
     return _figures(figures, log.with_suffix(".sass_ctrl").read_text())
+
+
+def _shared(passes: pathlib.Path) -> int | None:
+    """The bytes of shared memory of a launch, from the messages of Mosaic's passes."""
+    with passes.open() as lines:
+        found = (re.search(r"dynamic_shared_memory_size %c(\d+)_i32", line) for line in lines)
+        return next((int(match[1]) for match in found if match), None)
 
 
 def _figures(figures: dict[str, Any], sass: str) -> dict[str, Any]:
