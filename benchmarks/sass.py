@@ -47,6 +47,7 @@ def triton_programs(only: str) -> dict[str, Program]:
     """Programs that launch our Triton kernels, by kind and head size, with descriptions of their arrays."""
     import jax
     import jax.numpy as jnp
+    from wide_heads import wide_heads
 
     from sharding.kernels.attention import Mask, attention
     from sharding.kernels.paged import paged_attention
@@ -56,6 +57,10 @@ def triton_programs(only: str) -> dict[str, Program]:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def attend(q: Any, k: Any, v: Any, dout: Any, segments: Any, branches: Any) -> Any:
+        with wide_heads():
+            return passes(q, k, v, dout, segments, branches)
+
+    def passes(q: Any, k: Any, v: Any, dout: Any, segments: Any, branches: Any) -> Any:
         out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, Mask(segments, branches)), q, k, v)
         return out, *pull(dout)
 

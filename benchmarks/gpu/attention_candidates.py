@@ -7,7 +7,7 @@ JAX rounds; cuDNN's error is printed only.
 
 The cases are one sequence of 1k to 32k tokens, many short sequences, and prompts with branches, with Qwen2.5-7B's
 heads. All forms of a case alternate in one run. cuDNN and PyTorch compute the sequences as a batch under a causal mask,
-and have no branches.
+and have no branches. `heads of 256` are Qwen3.5-9B's, which ours computes portably: `wide` is `wide_heads`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import attention as packed  # isort: skip  # benchmarks/attention.py, which `par
 MOST = 0.012  # errors in bfloat16
 ROW = [[300, 150, 77, 130], 413, [90, 200, 129, 61], 250]  # lengths: a prompt and its branches, or a sequence
 TOKENS = 2000  # no multiple of a tile
-CANDIDATES = ("mosaic", "cudnn", "torch")
+CANDIDATES = ("mosaic", "wide", "cudnn", "torch")
 
 
 def cases(dry: bool) -> dict[str, packed.Case]:
@@ -44,7 +44,8 @@ def measure(figures: part.Figures, dry: bool) -> None:
         figures.attempt(f"values, {name}", functools.partial(_checked, name, checked))
     figures.attempt("values, two calls", functools.partial(_two_calls, dry))
     for name, case in cases(dry).items():
-        figures.attempt(name, functools.partial(_times, case, dry, checked.get("mosaic", False)))
+        figures.attempt(name, functools.partial(_times, case, forms(case, dry, checked.get("mosaic", False)), dry))
+    figures.attempt("heads of 256", functools.partial(_wide, dry))
 
 
 def forms(case: packed.Case, dry: bool, mosaic: bool) -> dict[str, Callable[[int], object]]:
@@ -65,10 +66,10 @@ def forms(case: packed.Case, dry: bool, mosaic: bool) -> dict[str, Callable[[int
     return runs | packed.torch_runs(case)
 
 
-def _times(case: packed.Case, dry: bool, mosaic: bool) -> dict[str, object]:
+def _times(case: packed.Case, forms: dict[str, Callable[[int], object]], dry: bool) -> dict[str, object]:
     """The times and rates of each form, and each candidate's times over ours; the errors of forms that cannot run."""
-    runs, failed = forms(case, dry, mosaic), {}
-    for name, run in list(runs.items()):
+    runs, failed = dict(forms), {}
+    for name, run in forms.items():
         try:
             run(1)
         except Exception as error:  # a kernel that this GPU or this version cannot run
@@ -83,6 +84,40 @@ def _times(case: packed.Case, dry: bool, mosaic: bool) -> dict[str, object]:
         if f"{form}_{which}_ms" in figures
     }
     return {"case": case.name, **figures, **ratios, **failed}
+
+
+def _wide(dry: bool) -> dict[str, object]:
+    """Heads of 256, as Qwen3.5-9B has them: ours (portable), by the Triton kernels, by Pallas-Mosaic-GPU (forward only)
+    and by cuDNN. The values of the first two are compared before."""
+    import jax
+    import jax.numpy as jnp
+    from wide_heads import wide_heads
+
+    from sharding.kernels.attention import packed_attention
+
+    case = packed.Case("1 x 8192, 16/4 heads of 256", 1, 64 if dry else 8192, 16, 4, 16 if dry else 256)
+    dtype = "float32" if dry else "bfloat16"
+    arrays, mask = packed.row(case, dtype)
+
+    def attend(q: Any, k: Any, v: Any, segments: Any) -> Any:
+        return packed_attention(segments, jnp.zeros_like(segments))(q, k, v)
+
+    def wide(*arrays: Any) -> Any:
+        with wide_heads():
+            return attend(*arrays)
+
+    runs = packed.jax_runs(attend, arrays, mask.segments)
+    theirs = packed.jax_runs(wide, arrays, mask.segments)
+    out, *grads = theirs["both"](1)
+    errors = [_error(x, y.astype(jnp.float32)) for x, y in zip((out, *grads), runs["both"](1), strict=True)]
+    if not all(error <= 2 * MOST for error in errors):  # both round
+        raise part.CheckError(f"heads of 256: errors above {2 * MOST}", {"errors": errors})
+    runs |= {f"wide_{name}": run for name, run in theirs.items()}
+    if not dry:
+        runs["mosaic_forward"] = packed.jax_runs(_mosaic, arrays, mask.segments, None)["forward"]
+    cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla" if dry else "cudnn")
+    runs |= {f"cudnn_{name}": run for name, run in packed.jax_runs(cudnn, arrays).items()}
+    return {"errors": errors, **_times(case, runs, dry)}
 
 
 def _mosaic(q: Any, k: Any, v: Any, segments: Any, branches: Any) -> Any:
