@@ -30,7 +30,7 @@ class Layout:
 
 
 def layout_of(segments: np.ndarray, branches: np.ndarray) -> Layout:
-    """The sequences of a row, by the segment and the branch of each token, `[T]`."""
+    """The sequences of a row, by the segment and the branch of each token, `[T]`; a prompt is before its branches."""
     runs, prompts, theirs = [], [], []
     for segment in np.unique(segments[segments != 0]):
         columns = np.flatnonzero(segments == segment)
