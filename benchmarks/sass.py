@@ -112,7 +112,7 @@ def triton_code(only: str) -> dict[str, dict[str, Any]]:
     from triton_code import machine_code
 
     found = {}
-    for name, code in machine_code(triton_programs(only), 90, sass=True).items():
+    for name, code in sorted(machine_code(triton_programs(only), 90, sass=True).items()):
         kernel, kind = name.split(" ", 1)
         figures = {column: code[column] for column in ("registers", "spilled", "shared", "threads")}
         found[f"{kind}: {kernel}"] = _figures(figures, code["sass"])
