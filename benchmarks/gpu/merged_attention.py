@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ def _of_row(
     return out, jnp.full(q.shape[:2], EMPTY, jnp.float32).at[queries[real]].set(lse[real].astype(jnp.float32))
 
 
-def library(implementation: str) -> Call:
+def library(implementation: Literal["xla", "cudnn"]) -> Call:
     """The call of `jax.nn.dot_product_attention`, by "xla" or "cudnn". JAX 0.10 returns cuDNN's lse in the dtype of the
     output, and the gradient of cuDNN's call ignores the lse: only the forward pass can be merged."""
 

@@ -165,7 +165,7 @@ def _forward(
         def scores_of(scores_ref: Any, visit: Any) -> None:
             plgpu.wgmma(scores_ref, queries, k_smem.at[slot(visit)].transpose((1, 0)))
 
-        accumulator = plgpu.ACC((HALF, k_smem.shape[1]), jnp.float32)
+        accumulator = plgpu.WGMMAAccumulatorRef((HALF, k_smem.shape[1]), jnp.float32)
 
         def begin(scores_ref: Any) -> tuple[Any, ...]:
             await_keys(jnp.int32(0))
@@ -210,7 +210,7 @@ def _forward(
             plgpu.barrier_arrive(v_consumed.at[slot(visited - 1)])
             return sums, peak, total
 
-        sums, peak, total = pl.run_scoped(attend, plgpu.ACC((HALF, H), jnp.float32))
+        sums, peak, total = pl.run_scoped(attend, plgpu.WGMMAAccumulatorRef((HALF, H), jnp.float32))
         some = total > 0
         total = jnp.where(some, total, 1.0)
         queries[...] = (sums / lax.broadcast_in_dim(total, sums.shape, [0])).astype(out_ref.dtype)

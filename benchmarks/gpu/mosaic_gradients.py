@@ -44,8 +44,8 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, visits: flash.Visits) -> 
 
 
 def _backward(kept: tuple[Any, ...], dout: jax.Array) -> tuple[Any, ...]:
-    *arrays, visits = kept
-    return *backward(*arrays, dout, visits), None
+    q, k, v, out, lse, visits = kept
+    return *backward(q, k, v, out, lse, dout, visits), None
 
 
 attend = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])  # (q, k, v, visits) -> out
@@ -158,7 +158,7 @@ def _query_gradients(
 
         def gradients(visit: Any, before: Any, sums_ref: Any, mask: bool) -> Any:
             step = functools.partial(products, visit, sums_ref, before, mask)
-            accumulator = plgpu.ACC((HALF, HALF), jnp.float32)
+            accumulator = plgpu.WGMMAAccumulatorRef((HALF, HALF), jnp.float32)
             found = pl.run_scoped(step, accumulator, accumulator)
             plgpu.wgmma_wait(0)
             if before is not None:
@@ -175,7 +175,7 @@ def _query_gradients(
             plgpu.wgmma(sums_ref, before, ring[0].at[slot(visited - 1)])
             return sums_ref[...]
 
-        dq = pl.run_scoped(sums, plgpu.ACC((HALF, H), jnp.float32))
+        dq = pl.run_scoped(sums, plgpu.WGMMAAccumulatorRef((HALF, H), jnp.float32))
         plgpu.barrier_arrive(consumed.at[slot(visited - 1)])
         queries[...] = (dq * scale).astype(dq_ref.dtype)
         plgpu.commit_smem()
@@ -251,7 +251,7 @@ def _key_gradients(
             turn = reader * visited + visit
             here = slot(turn)
             plgpu.barrier_wait(arrived.at[here])
-            accumulator = plgpu.ACC((HALF, HALF), jnp.float32)
+            accumulator = plgpu.WGMMAAccumulatorRef((HALF, HALF), jnp.float32)
             found = pl.run_scoped(functools.partial(products, here, visit, dv_ref, mask), accumulator, accumulator)
             plgpu.wgmma(dk_ref, found.astype(q_ref.dtype), ring[0].at[here])
             plgpu.wgmma_wait(0)
@@ -266,7 +266,7 @@ def _key_gradients(
 
             return dk_ref[...], dv_ref[...]
 
-        accumulator = plgpu.ACC((HALF, H), jnp.float32)
+        accumulator = plgpu.WGMMAAccumulatorRef((HALF, H), jnp.float32)
         dk, dv = pl.run_scoped(sums, accumulator, accumulator)
         keys[...], values[...] = (dk * scale).astype(dk_ref.dtype), dv.astype(dv_ref.dtype)
         plgpu.commit_smem()
