@@ -62,7 +62,7 @@ class _Group:
 
 @dataclasses.dataclass
 class _Turn:
-    """What a turn of a loop does once the loop is in full swing."""
+    """A turn of a loop that is in full swing."""
 
     waited: list[_Group] = dataclasses.field(default_factory=list)  # the groups that the turn waits for
     arithmetic: int = 0
@@ -164,7 +164,7 @@ def _innermost(blocks: Sequence[_Block]) -> list[list[int]]:
         for head in block.following & above[tail]:
             loops.setdefault(head, {head}).update(_between(blocks, head, tail))
     with_products = [loop for loop in loops.values() if any(x.name in PRODUCTS for i in loop for x in blocks[i].code)]
-    return [sorted(loop) for loop in with_products if not any(other < loop for other in with_products)]
+    return [sorted(loop) for loop in with_products if not any(smaller < loop for smaller in with_products)]
 
 
 def _between(blocks: Sequence[_Block], head: int, tail: int) -> set[int]:
