@@ -57,6 +57,12 @@ PARTS = {
         "1 x 16384: forward 300-350 TFLOP/s (5.5-6.4 ms), backward 190-240 (20-25 ms), cuDNN forward 620-650; "
         "16 x 1024: forward 220-270; branches within 15 % of that by allowed pairs",
     ),
+    "attention_candidates": Part(
+        240,
+        120,
+        "1 x 16k, TFLOP/s: ours 440-470 forward, 350-380 backward; Mosaic 540-620, 380-460; cuDNN 600, 520; branches: "
+        "Mosaic takes 0.75-0.85 of ours forward, 0.8-1.0 backward; errors of two calls by cuDNN above 0.012",
+    ),
     "head": Part(
         80, 20, "fused: forward 40 ms (450 TFLOP/s), backward 105 (340); portable: forward 55-70, backward 150+"
     ),

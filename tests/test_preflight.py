@@ -390,12 +390,13 @@ def test_the_kernels_of_the_head_are_not_taken_for_those_of_attention(target):
     line = f'f32[8] custom-call(%y), custom_call_target="{target}", metadata={{{{op_name="jit(f)/{{}}/triton"}}}}'
     assert ATTENTION_CALL.search(line.format("flash_kernels_forward"))
     assert ATTENTION_CALL.search(line.format("transpose(jvp(flash_kernels_forward))"))
+    assert ATTENTION_CALL.search(line.format("paged_kernels_attend"))
     assert not ATTENTION_CALL.search(line.format("head_kernels_softmax_sums"))
 
 
 # --- the whole command --------------------------------------------------------------------------
 
-ENGINE = ("prefill", "decode")  # whose attention has a mask of booleans, or none: portable
+ATTENDING = ("accumulate", "logprobs", "prefill", "decode")
 SIZES = {  # of a text model
     "architectures": ["Qwen2ForCausalLM"],
     "hidden_size": 2048,
@@ -429,7 +430,7 @@ def test_a_run_is_checked_and_one_that_does_not_fit_is_told_how(tmp_path):
     fitting = dict(zip(found["settings"], found["settings_gib"], strict=True))
     (remat,) = (setting for setting in fitting if setting.startswith("--config.sharding.remat="))
     assert fitting[remat] <= found["usable_gib"] and found["remat"] == "none"
-    assert found["attention"] == {"accumulate": "triton", "logprobs": "triton"} | dict.fromkeys(ENGINE, "portable")
+    assert found["attention"] == dict.fromkeys(ATTENDING, "triton")  # each engine has one device
     assert 0 < found["largest_row_tokens"] < 131072
     # 4 bytes a weight over eight devices, twice as much for the moments; two bytes a weight on each engine's device
     resident = found["memory_gib"]["decode"]

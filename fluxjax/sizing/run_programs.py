@@ -34,8 +34,8 @@ from .account import ENGINE, in_gib
 from .largest import largest_batch, longest_prompt
 from .schedule import CollectiveTraffic, traffic
 
-# A call of a kernel of `sharding/kernels/flash_kernels.py`, as jax-triton (0.4: with `_ffi`) and `launch` name it.
-ATTENTION_CALL = re.compile(r'custom_call_target="triton_kernel_call(?:_ffi)?".*[/(]flash_kernels_\w+\)*/')
+# A call of a kernel of attention, over packed rows or pages, as jax-triton (0.4: with `_ffi`) and `launch` name it.
+ATTENTION_CALL = re.compile(r'custom_call_target="triton_kernel_call(?:_ffi)?".*[/(](?:flash|paged)_kernels_\w+\)*/')
 UNTILED = "Couldn't find output tile sizes"  # XLA's words in the failure that `Compiled.of` avoids (openxla/xla 36792)
 Progress = Callable[[str], None]  # takes the name of the program that is compiled next
 

@@ -19,9 +19,10 @@ TIMED_SPILLS = {("key_gradients bfloat16 80", 90): 160, ("key_gradients bfloat16
 TENSOR_CORES = {80: "mma", 90: "wgmma", 100: "tcgen05"}  # the instructions that multiply
 
 
-def machine_code(programs, capability):
+def machine_code(programs, capability, sass=False):
     """Of each kernel that the programs `{name: (function, arrays)}` launch: registers, bytes of spills and of shared
-    memory, and the tensor core instructions of its PTX. Call it before anything imports jax_triton."""
+    memory, and the tensor core instructions of its PTX; with `sass` also its threads and its machine code as text. Call
+    it before anything imports jax_triton."""
     import triton  # pyright: ignore[reportMissingImports]
 
     from sharding.mesh import Target, compiling_for
@@ -34,14 +35,23 @@ def machine_code(programs, capability):
         with compiling_for(Target("gpu", capability)):
             jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",))
         for ptx in set(dump.glob("*/*.ptx")) - before:
-            found[f"{ptx.stem} {name}"] = _assembled(ptx, capability, pathlib.Path(str(triton.__file__)).parent)
+            tools = pathlib.Path(str(triton.__file__)).parent / "backends/nvidia/bin"
+            found[f"{ptx.stem} {name}"] = _assembled(ptx, capability, tools)
+            if sass:
+                found[f"{ptx.stem} {name}"] |= _disassembled(ptx, tools)
     shutil.rmtree(dump)
     return found
 
 
-def _assembled(ptx, capability, triton):
+def _disassembled(ptx, tools):
+    command = [tools / "nvdisasm", "-c", ptx.with_suffix(".cubin")]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {"threads": int(re.findall(r"\.(?:reqntid|maxntid) (\d+)", ptx.read_text())[0]), "sass": text}
+
+
+def _assembled(ptx, capability, tools):
     name = f"sm_{capability}{'a' if capability >= 90 else ''}"
-    assembler = triton / "backends/nvidia/bin" / ("ptxas-blackwell" if capability >= 100 else "ptxas")
+    assembler = tools / ("ptxas-blackwell" if capability >= 100 else "ptxas")
     command = [assembler, "-v", f"--gpu-name={name}", ptx, "-o", ptx.with_suffix(".cubin")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ptx.with_suffix(".cubin").stat().st_size > 0
