@@ -161,8 +161,8 @@ class RolloutConfig(Section):
     # embedded engine as many as all slots may need, within half of the device memory that is free before the first
     # request (on CPUs, whose free memory is not known: within 4 GiB).
     kv_tokens: int = not_negative(0)
-    # Tokens a sample in a round of an embedded engine. 0: 4 on CPUs; on other devices 4 while samples wait or are near
-    # their limit, otherwise up to 64.
+    # Tokens a sample in a round of an embedded engine. 0: 4 on CPUs, up to 16 for small models without stop ids; on
+    # other devices 4 while samples wait or are near their limit, otherwise up to 64.
     steps_per_sync: int = not_negative(0)
     # The number of embedded engines. Each engine has its own devices if the host has enough. 0: an engine for every
     # parallelism.degree accelerators of the host; on a CPU, whose devices share its cores, one engine.
