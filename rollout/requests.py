@@ -30,6 +30,7 @@ from .slots import PAGE_TOKENS, pages_for
 LEAST, MOST = int(np.iinfo(np.int32).min), int(np.iinfo(np.int32).max)  # the device counts in int32
 MOST_SAMPLES = 65536  # most samples of one request
 LONGEST_ROUND = 64  # most tokens a sample in one round if turns are dispatched ahead
+LONGEST_KNOWN = 16  # most tokens a sample in one round on a CPU, if no stop id can end a sample
 # Smaller temperatures would bring logits near the score of forbidden tokens, or beyond float32.
 LEAST_TEMPERATURE = 1e-6
 
@@ -64,10 +65,10 @@ class EngineLimits:
     @staticmethod
     def pace(device: Any, steps_per_sync: int, ahead: bool | None = None) -> dict[str, Any]:
         """The fields that depend on the device. An `ahead` of None becomes False on a CPU, whose cores are the host's,
-        too, and True elsewhere. If `steps_per_sync` is 0, rounds have 4 tokens a sample, or with `ahead` up to
-        `LONGEST_ROUND`."""
+        too, and True elsewhere. If `steps_per_sync` is 0, rounds have at least 4 tokens a sample, and at most
+        `LONGEST_ROUND` with `ahead`, else `LONGEST_KNOWN`."""
         ahead = device.platform != "cpu" if ahead is None else ahead
-        longest = steps_per_sync or (LONGEST_ROUND if ahead else 4)
+        longest = steps_per_sync or (LONGEST_ROUND if ahead else LONGEST_KNOWN)
         return {"steps_per_sync": steps_per_sync or 4, "longest_round": longest, "ahead": ahead}
 
     @property

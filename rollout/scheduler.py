@@ -236,11 +236,18 @@ class Scheduler:
 
     def _round_steps(self, slots_B: np.ndarray) -> int:
         """The most tokens of a sample in the next round: more than `steps_per_sync` only if no sample waits."""
-        table, steps = self.table, self.limits.steps_per_sync
+        table, steps, limits = self.table, self.limits.steps_per_sync, self.limits
         if not len(slots_B) or self.waiting or len(slots_B) < self.running:
             return steps
-        most = min(self.limits.longest_round, int((table.limit_N - table.tokens_N)[slots_B].min()))
-        while steps * LONGER <= most and table.missing_pages(slots_B, steps * LONGER).sum() <= self.pool.free:
+        most = min(limits.longest_round, int((table.limit_N - table.tokens_N)[slots_B].min()))
+
+        def fits(steps: int) -> bool:
+            return int(table.missing_pages(slots_B, steps).sum()) <= self.pool.free
+
+        if not limits.ahead:  # a CPU would also compute the rows of samples that a stop id has ended
+            known = limits.small_model and not (table.stop_ids_NI[slots_B] >= 0).any()
+            return max(most, steps) if known and fits(most) else steps
+        while steps * LONGER <= most and fits(steps * LONGER):
             steps *= LONGER
         return steps
 
@@ -378,6 +385,8 @@ class Scheduler:
     ) -> list[Delivery]:
         """Adds the first `count_B` new tokens of a dispatched turn to each slot, and ends samples that are complete or
         aborted. Each slot must still have the turn's sample (`holds`)."""
+        most = count_B.max(initial=0)  # a round may have been shorter than its arrays
+        tokens_BR, logprobs_BR = tokens_BR[:, :most], logprobs_BR[:, :most]
         stop_B, full_B = self.table.extend(slots_B, tokens_BR, count_B)
         self.table.unread_N[slots_B] -= count_B  # samples that end here get fewer than expected
         self.tokens_generated += int(count_B.sum())

@@ -214,17 +214,19 @@ class SlotTable:
         padding = size - len(slots_B)
         tokens_B = self.tokens_N[slots_B]
         cached_B = self.prompt_N[slots_B] + tokens_B - 1  # the last token is the round's first input
-        entry_BR = cached_B[:, None] + np.arange(longest)
+        entry_BR = cached_B[:, None] + np.arange(steps)
         page_BR = np.minimum(entry_BR // PAGE_TOKENS, self.page_NC.shape[1] - 1)
-        entries_BR = self.page_NC[slots_B[:, None], page_BR] * PAGE_TOKENS + entry_BR % PAGE_TOKENS
-        entries_BR[entry_BR >= self.page_NC.shape[1] * PAGE_TOKENS] = self.no_page * PAGE_TOKENS
+        written_BR = self.page_NC[slots_B[:, None], page_BR] * PAGE_TOKENS + entry_BR % PAGE_TOKENS
+        written_BR[entry_BR >= self.page_NC.shape[1] * PAGE_TOKENS] = self.no_page * PAGE_TOKENS
+        entries_BR = np.full((size, longest), self.no_page * PAGE_TOKENS, np.int32)
+        entries_BR[: len(slots_B), :steps] = written_BR
 
         def fill(x_B: np.ndarray) -> np.ndarray:
             return np.pad(x_B, (0, padding))
 
         return DecodeRound(
             pages_BC=np.pad(self.page_NC[slots_B], ((0, padding), (0, 0))),
-            entries_BR=np.pad(entries_BR, ((0, padding), (0, 0)), constant_values=self.no_page * PAGE_TOKENS),
+            entries_BR=entries_BR,
             steps=np.array(steps, np.int32),
             slot_B=self.padded(slots_B, size),
             position_B=fill(self.next_position_N[slots_B] + tokens_B - 1),

@@ -161,8 +161,8 @@ class RolloutConfig(Section):
     # Tokens in the KV cache of each engine, shared by its slots. 0: a server takes what its memory allows; an embedded
     # engine takes what all slots may need, within half of the free device memory (on CPUs within 4 GiB).
     kv_tokens: int = not_negative(0)
-    # Tokens that an embedded engine decodes for each sample in a round. 0: 4 on CPUs; on other devices 4 while samples
-    # wait or are near their limit, otherwise up to 64.
+    # Tokens that an embedded engine decodes for each sample in a round. 0: 4 on CPUs (up to 16 for a small model
+    # without stop ids); on other devices 4 while samples wait or are near their limit, otherwise up to 64.
     steps_per_sync: int = not_negative(0)
     # The number of embedded engines. Each engine has its own devices if the host has enough. 0: an engine for every
     # parallelism.degree accelerators of the host; one engine on a CPU.

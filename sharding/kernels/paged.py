@@ -42,18 +42,19 @@ def paged_attention(
 
 def gathered(x: Float[Array, "L C K S H"], pages: Int[Array, "B V"], layer: int) -> Float[Array, "B K T H"]:
     """Returns the entries of these pages in one layer, `T = V S`. A page number out of range reads some other page."""
-    L, C, K, S, H = x.shape
-    rows = x.reshape(L * C, K * S * H)  # CPUs gather plain rows fastest
-    found = jnp.take(rows, jnp.minimum(pages, C - 1) + layer * C, axis=0, mode="clip")
-    B, V = pages.shape
-    return jnp.swapaxes(found.reshape(B, V, K, S, H), 1, 2).reshape(B, K, V * S, H)
+    (L, C, K, S, H), (B, V) = x.shape, pages.shape
+    rows = x.reshape(L * C * K, S * H)  # CPUs gather plain rows fastest
+    numbers_BKV = (jnp.minimum(pages, C - 1) + layer * C)[:, None] * K + jnp.arange(K)[None, :, None]
+    return jnp.take(rows, numbers_BKV, axis=0, mode="clip").reshape(B, K, V * S, H)
 
 
 def _by_blocks(q: Array, k: Array, v: Array, pages: Array, length: Array, layer: int) -> Array:
     """The running softmax (Milakov and Gimelshein, arXiv:1805.02867) over blocks of pages."""
     (B, N, H), (K, S) = q.shape, k.shape[2:4]
     width = min(max(BLOCK // S, 1), pages.shape[1])
-    pages = jnp.pad(pages, ((0, 0), (0, -pages.shape[1] % width)))
+    # XLA would take the scores of an only block out of the loop below, and compute them twice.
+    spare = -pages.shape[1] % width if pages.shape[1] > width else width
+    pages = jnp.pad(pages, ((0, 0), (0, spare)))
     q = q.reshape(B, K, N // K, H)
 
     def attend(block: Array | int, sums: tuple[Array, Array, Array] | None = None) -> tuple[Array, Array, Array]:
@@ -61,12 +62,13 @@ def _by_blocks(q: Array, k: Array, v: Array, pages: Array, length: Array, layer:
         keys, values = gathered(k, here, layer), gathered(v, here, layer)
         scores = jnp.einsum("BKGH,BKSH->BKGS", q, keys, preferred_element_type=jnp.float32) * H**-0.5
         real = block * width * S + jnp.arange(width * S)[None, :] < length[:, None]
-        scores = jnp.where(real[:, None, None], scores, MASKED)
+        scores = jnp.where(real[:, None], scores.reshape(B, N, -1), MASKED)  # CPUs are slow at four axes
         peak = scores.max(axis=-1, keepdims=True)
         peak = peak if sums is None else jnp.maximum(peak, sums[2])
         weights = jnp.exp(scores - peak)
         total = weights.sum(axis=-1, keepdims=True)
-        out = jnp.einsum("BKGS,BKSH->BKGH", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
+        shares = weights.astype(v.dtype).reshape(B, K, N // K, -1)
+        out = jnp.einsum("BKGS,BKSH->BKGH", shares, values, preferred_element_type=jnp.float32).reshape(B, N, H)
         if sums is None:
             return out, total, peak
         fade = jnp.exp(sums[2] - peak)
@@ -74,7 +76,7 @@ def _by_blocks(q: Array, k: Array, v: Array, pages: Array, length: Array, layer:
 
     # The first block needs no loop, because most sequences on CPUs are short.
     out, total, _ = jax.lax.fori_loop(1, -(-jnp.max(length) // (width * S)), attend, attend(0))
-    return (out / total).astype(v.dtype).reshape(B, N, H)
+    return (out / total).astype(v.dtype)
 
 
 def tiling_of(dtype: Any, head: int) -> Tiling:

@@ -9,6 +9,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -205,11 +206,11 @@ async def test_27_nothing_that_is_not_finite_is_blamed_on_the_next_sample_of_a_s
 
 
 def test_28_rounds_are_long_while_nobody_waits_or_is_near_the_end():
-    def lengths(slots: int, pages: int, *limits: int) -> list[int]:
-        pace = EngineLimits.pace(jax.devices()[0], 0, ahead=True)
-        scheduler = Scheduler(EngineLimits(slots, 512, 40, kv_tokens=16 * pages, **pace))
+    def lengths(slots: int, pages: int, *limits: int, stop_ids=(), ahead=True, small=True) -> list[int]:
+        pace = EngineLimits.pace(jax.devices()[0], 0, ahead)
+        scheduler = Scheduler(EngineLimits(slots, 512, 40, kv_tokens=16 * pages, small_model=small, **pace))
         for number, limit in enumerate(limits):
-            scheduler.submit(request(f"{number}", PROMPT, max_new_tokens=limit))
+            scheduler.submit(request(f"{number}", PROMPT, max_new_tokens=limit, stop_ids=stop_ids))
         found = []
         while scheduler.jobs:
             assert scheduler.next_turn()
@@ -228,3 +229,8 @@ def test_28_rounds_are_long_while_nobody_waits_or_is_near_the_end():
     assert lengths(1, 64, 30, 30) == [4] * 8 + [16, 4, 4, 4, 4], "while a sample waits"
     assert lengths(4, 12, *[40] * 4)[:2] == [16, 16]
     assert lengths(4, 11, *[40] * 4)[:2] == [16, 4], "11 pages have no room for 4 times 33 tokens behind 7"
+    cpu = functools.partial(lengths, ahead=False)
+    assert cpu(2, 64, 30, 30) == [16, 13] and cpu(2, 64, 8, 30) == [7, 16, 6], "until the first sample ends"
+    assert cpu(1, 64, 8, 8) == [4, 4, 7], "while a sample waits"
+    assert cpu(4, 11, *[40] * 4)[:3] == [16, 4, 4], "11 pages have no room for 4 times 33 tokens behind 7"
+    assert cpu(2, 64, 8, 8, stop_ids=(3,)) == cpu(2, 64, 8, 8, small=False) == [4, 4], "a sample may end earlier"

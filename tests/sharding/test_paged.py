@@ -1,6 +1,7 @@
 """Attention of decoding over pages, in its portable form; `test_gpu_kernels.py` holds the kernel to this form."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -84,3 +85,15 @@ def test_other_sequences_and_the_width_of_the_table_change_no_bit():
     beside = attend(q, k, v, long, np.asarray([5, 12, 4 * wide.shape[1]], np.int32), 1)
     np.testing.assert_array_equal(attend(q, k, v, wide, np.asarray(lengths, np.int32), 1), alone)
     np.testing.assert_array_equal(beside[:2], alone[:2])
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("width", [1, 3, 7])
+def test_the_scores_of_a_block_are_computed_where_the_block_is_visited(width):
+    """A compiler that takes the only block's scores out of the loop computes them although no sequence needs them."""
+    k = jnp.zeros((LAYERS, 9, 2, PAGE, 8))
+    pages = np.zeros((4, width), np.int32)
+    program = attend.lower(jnp.zeros((4, 4, 8)), k, k, pages, np.ones(4, np.int32), 1).compile().as_text()
+    (body,) = re.findall(r"while\(.*body=%?([\w.\-]+)", program)
+    (loop,) = re.findall(rf"^%?{re.escape(body)} .*?^}}", program, re.MULTILINE | re.DOTALL)
+    assert "BKGH,BKSH->BKGS" in loop
