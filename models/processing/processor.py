@@ -171,10 +171,9 @@ class Processor:
         """Says whether the model reads media; a text model refuses them."""
         return ARCHITECTURES[self.architecture].rope_index is not None
 
-    @property
+    @functools.cached_property
     def settings(self) -> MediaSettings:
         """The settings that pixels depend on, besides the files that they come from."""
-
         from .media import MediaSettings
 
         return MediaSettings(self.layout, self.image, self.video, self.frames, self.limits)
