@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -84,6 +83,11 @@ class ModelInput:
     def laid_out(self) -> ModelInput:
         return self
 
+    def with_patches(self, patches_PX: np.ndarray | ShadowTensor | None) -> ModelInput:
+        """The same prompt with other pixels, if it has media. All other arrays are shared."""
+        vision = self.vision and dataclasses.replace(self.vision, patches_PX=patches_PX)
+        return dataclasses.replace(self, vision=vision)
+
     @property
     def patches_PX(self) -> AnyArray | ShadowTensor | None:
         """The patches of the prompt's media; None without media."""
@@ -115,25 +119,16 @@ class OutlinedInput:
     """A prepared prompt without its large arrays, which `laid_out` makes again. The prompt keeps what plans need:
     `len`, `patches_PX`, `frame_bound`, `frame_edges` and `shown`, which a `ModelInput` has, too."""
 
-    __slots__ = ("_again", "_edges", "_known", "_tokens", "_where", "_which", "frame_bound", "patches_PX")
+    __slots__ = ("_edges", "_tokens", "_where", "_which", "frame_bound", "laid_out", "patches_PX")
 
-    def __init__(self, inputs: ModelInput, again: Callable[[], ModelInput]) -> None:
-        """`again()` makes `inputs` once more."""
-        self._again = again
-        self._known: weakref.ref[ModelInput] | None = None
+    def __init__(self, inputs: ModelInput, laid_out: Callable[[], ModelInput]) -> None:
+        """`laid_out()` makes `inputs` once more."""
+        self.laid_out = laid_out
         self._tokens, self.patches_PX, self.frame_bound = len(inputs), inputs.patches_PX, inputs.frame_bound
         self._edges, self._where, self._which = map(_narrow, (inputs.frame_edges, *inputs.shown))
 
     def __len__(self) -> int:
         return self._tokens
-
-    def laid_out(self) -> ModelInput:
-        """The prompt's `ModelInput`. Calls share one result for as long as a reference to the result exists."""
-        known = None if self._known is None else self._known()
-        if known is None:
-            known = self._again()
-            self._known = weakref.ref(known)
-        return known
 
     @property
     def frame_edges(self) -> list[int]:

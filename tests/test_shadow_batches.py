@@ -21,12 +21,13 @@ from fluxjax.data.loader import PromptLoader, open_source
 from fluxjax.data.local_store import LocalStore
 from fluxjax.data.materializer import Materializer
 from fluxjax.data.near_pixels import NearPixels
-from fluxjax.data.prepare import Preparer
-from fluxjax.data.shadows import MediaIndex, ProxyMedia, rows_of
+from fluxjax.data.prepare import Preparer, tokenised
+from fluxjax.data.shadows import MediaIndex, ProxyMedia, outlined, rows_of
 from fluxjax.data.sources import all_texts
+from fluxjax.data.tickets import Ticket
 from fluxjax.hosts.orders import Learn, decode, encode, shares_of, told
 from models.config import PatchLayout
-from models.processing import tiny
+from models.processing import Processor, tiny
 
 DEVICES = 4
 
@@ -165,3 +166,22 @@ def assert_same(ours, theirs) -> None:
         assert (got.shape, got.dtype) == (want.shape, want.dtype), path
         if isinstance(got, np.ndarray):
             assert got.tobytes() == want.tobytes(), jax.tree_util.keystr(path)
+
+
+def test_prompts_of_equal_tokens_and_grids_are_laid_out_once(process, monkeypatch):
+    prompts, calls = process("fsdp", 77, True).prompts, []
+    original = Processor.lay_out
+    monkeypatch.setattr(Processor, "lay_out", lambda *args: calls.append(args[1]) or original(*args))
+    kept = prompts.again(range(63))
+    laid_out = [each.inputs.laid_out() for each in kept for _ in range(3)]
+    assert len(calls) == len({(len(said), said.token_ids.tobytes(), said.media) for said in calls}) < len(kept)
+    for own, inputs in zip(kept, laid_out[::3], strict=True):
+        tickets = [Ticket.parse(rows.ticket) for rows in rows_of(own.inputs)]
+        token_ids = tokenised(prompts.processor, own.prompt, False)
+        alone = original(prompts.processor, *outlined(prompts.processor, token_ids, tickets))
+        assert inputs.patches_PX == own.inputs.patches_PX == alone.patches_PX, "pixels are the prompt's own"
+        assert (inputs.frame_edges, inputs.next_position) == (alone.frame_edges, alone.next_position)
+        for name in ("token_ids_T", "positions_3T", "feature_index_T"):
+            np.testing.assert_array_equal(getattr(inputs, name), getattr(alone, name))
+        with pytest.raises(ValueError, match="read-only"):
+            inputs.positions_3T[:] = 0

@@ -216,20 +216,20 @@ def head_of(data: bytes | memoryview, start: int = 0) -> ResponseHead:
 def numbers_of(data: bytes | memoryview) -> ResponseNumbers:
     """Reads the numbers that `bytes_of` wrote. Raises ValueError for other bytes."""
     sample, temperature, count, runs, width, _ = head_of(data)
-    at = _HEAD.size
-    pairs = np.frombuffer(data, _RUN, 2 * runs, at).reshape(runs, 2)
-    at += pairs.nbytes
+    pairs = struct.unpack_from(f"<{2 * runs}i", data, _HEAD.size)  # NumPy takes three times as long for one pair
+    versions, counts = pairs[::2], pairs[1::2]
+    at = _HEAD.size + 2 * runs * _RUN.itemsize
     logprobs = np.frombuffer(data, "<f4", count, at)
     at += logprobs.nbytes
     ids = np.frombuffer(data, _TOKENS[width], count, at)
-    if pairs[:, 1].min(initial=1) < 1 or pairs[:, 1].sum(dtype=np.int64) != count:
-        raise ValueError(f"runs of {pairs[:, 1].tolist()} versions for {count} tokens")
+    if min(counts, default=1) < 1 or sum(counts) != count:
+        raise ValueError(f"runs of {list(counts)} tokens of one version for {count} tokens")
     return ResponseNumbers(
         sample,
         temperature,
         ids.astype(np.int32),
         logprobs.astype(np.float32, copy=False),
-        np.repeat(pairs[:, 0].astype(np.int32), pairs[:, 1]),
+        np.repeat(np.array(versions, np.int32), np.array(counts, np.int64)),
     )
 
 

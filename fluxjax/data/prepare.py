@@ -330,14 +330,15 @@ class Preparer:
         return {draw: self._laid_out(draw, list(map(Ticket.parse, words))) for draw, words in tickets.items()}
 
     def _laid_out(self, draw: int, tickets: Sequence[Ticket]) -> ModelInput:
-        from .shadows import layout
+        from .shadows import outlined
 
         prompt = at(self.loader.order, draw)
         assert isinstance(self.processor, Processor)
         try:
             if isinstance(prompt, SkippedPrompt):
                 raise PromptError(prompt.detail)
-            return layout(self.processor, tokenised(self.processor, prompt, self._chat_template), tickets)()
+            token_ids = tokenised(self.processor, prompt, self._chat_template)
+            return self.processor.lay_out(*outlined(self.processor, token_ids, tickets))
         except (PromptError, ValueError) as error:
             raise DataError(f"draw {draw} is another prompt here than in process 0: {error}") from error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Verdict: TypeAlias = Medium | MediaError  # the medium, or why it can't be used
 KNOWN = 1 << 17  # media in the index; the least recently used media are dropped
+LAYOUTS = 1 << 19  # tokens of cached layouts; a token of media, with its four patches, takes about 84 bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +116,14 @@ def _key_of(ref: MediaRef) -> tuple[str, str, str]:
 class ProxyMedia:
     """Prepares the media of prompts without their pixels. The `index` has sizes and verdicts of media; the `store`
     decodes media, perhaps on other machines. `near` fetches pixels of expected prompts ahead. If `among` processes
-    generate, this process fetches the pixels of every `among`-th draw."""
+    generate, this process fetches the pixels of every `among`-th draw. `layouts` caches the latest layouts of prompts,
+    by tokens and media; prompts of equal tokens and sizes of media share one layout, whose arrays are read-only."""
 
     store: MediaStore
     index: MediaIndex
     near: NearPixels | None = None
     among: int = 1
+    layouts: Recent[ModelInput] = dataclasses.field(default_factory=lambda: Recent(LAYOUTS, len))
 
     def can_name(self, media: Sequence[Media]) -> bool:
         """Says whether tickets can name all of these media, which must be in files."""
@@ -154,8 +157,19 @@ class ProxyMedia:
         for said in found:
             if isinstance(said, MediaError):
                 raise said
-        lay_out = layout(processor, token_ids, [said for said in found if isinstance(said, Ticket)])
+        tickets = [said for said in found if isinstance(said, Ticket)]
+        lay_out = functools.partial(self._laid_out, processor, *outlined(processor, token_ids, tickets))
         return OutlinedInput(lay_out(), lay_out)
+
+    def _laid_out(self, processor: Processor, outline: PromptOutline, patches_PX: ShadowTensor | None) -> ModelInput:
+        key = outline.token_ids.tobytes(), outline.media
+        if (known := self.layouts.get(key)) is None:
+            known = processor.lay_out(outline, patches_PX)
+            for value in [*vars(known).values(), *vars(known.vision or known).values()]:
+                if isinstance(value, np.ndarray):
+                    value.setflags(write=False)
+            self.layouts.put(key, known)
+        return known.with_patches(patches_PX)
 
     def _look(self, processor: Processor, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
         known = [self.index.verdict(ref, processor.settings.digest) for ref in refs]
@@ -180,20 +194,19 @@ def rows_of(inputs: PromptInput) -> tuple[Rows, ...]:
     return patches.elsewhere if isinstance(patches, ShadowTensor) else ()
 
 
-def layout(processor: Processor, token_ids: Sequence[int], tickets: Sequence[Ticket]) -> Callable[[], ModelInput]:
-    """Returns a function that makes the model input of a tokenised prompt with these media, without reading a file.
-    `layout` and the function raise PromptError or ValueError if prompt and media do not fit together."""
+def outlined(
+    processor: Processor, token_ids: Sequence[int], tickets: Sequence[Ticket]
+) -> tuple[PromptOutline, ShadowTensor | None]:
+    """Returns the arguments of `Processor.lay_out` for a tokenised prompt with these media; no file is read. Raises
+    PromptError or ValueError, as `lay_out` does, if prompt and media do not fit together."""
     if wrong := next((ticket for ticket in tickets if ticket.settings != processor.settings.digest), None):
         raise ValueError(f"{wrong.ref.name} was preprocessed by other settings than those of this process")
     outline = processor.outline_of(token_ids, [ticket.medium for ticket in tickets])
-    values = processor.settings.patch_bytes
-    shadows = [ticket.shadow(values) for ticket in tickets]
-    return functools.partial(processor.lay_out, outline, _joined(shadows) if shadows else None)
+    shadows = [ticket.shadow(processor.settings.patch_bytes) for ticket in tickets]
+    return outline, _joined(shadows) if shadows else None
 
 
 def _joined(shadows: Sequence[ShadowTensor]) -> ShadowTensor:
-    if len(shadows) == 1:
-        return shadows[0]
     joined = np.concatenate(shadows)  # pyright: ignore[reportArgumentType, reportCallIssue] (`__array_function__`)
     assert isinstance(joined, ShadowTensor)
     return joined

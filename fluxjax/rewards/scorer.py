@@ -59,10 +59,9 @@ class GuardedReward:
         begin = time.monotonic()
         try:
             if self.caller is None:
-                answer = self.reward(completion.prompt, completion.text)
+                reward = self.reward(completion.prompt, completion.text)
             else:
-                answer = await self.caller.answer(completion)
-            reward = as_reward(answer)
+                reward = as_reward(await self.caller.answer(completion))
             self._recent.append(False)
         except Exception as error:  # even reading a user's object may raise, and must not end the run
             failure = error if isinstance(error, RewardFailure) else RewardFailure(Failing.INVALID, said(error))

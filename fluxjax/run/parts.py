@@ -272,10 +272,8 @@ class HeldOut:
 
     async def _answer(self, engine: Engine, index: int, prepared: PreparedPrompt, blind: bool) -> str:
         inputs = prepared.inputs.laid_out()
-        if blind and inputs.vision is not None:
-            patches = inputs.vision.patches_PX  # an array or a shadow, which both have a shape
-            blank = dataclasses.replace(inputs.vision, patches_PX=np.zeros(patches.shape, patches.dtype))
-            inputs = dataclasses.replace(inputs, vision=blank)
+        if blind and (patches := inputs.patches_PX) is not None:  # an array or a shadow: both have a shape
+            inputs = inputs.with_patches(np.zeros(patches.shape, patches.dtype))
         sampling = dataclasses.replace(self.sampling, temperature=0.0)
         tokens: list[int] = []
         # Greedy answers need no random numbers. Servers order requests by seed, because a network does not keep their

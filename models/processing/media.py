@@ -56,10 +56,10 @@ class MediaSettings:
             DecodeLimits(**fields["limits"]),
         )
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """A name of the settings. Settings with the same digest turn every file into the same patches."""
-        return _digest(self)
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def patch_bytes(self) -> int:
@@ -178,8 +178,3 @@ class MediaSettings:
     def normalised(self, kind: str, patches: np.ndarray) -> np.ndarray:
         """Patches `[P, X]` (float32), as models read them, of patches `[P, 3, n]` (uint8)."""
         return normalise(patches, self.video if kind == "video" else self.image, fused=kind == "video")
-
-
-@functools.lru_cache(maxsize=64)
-def _digest(settings: MediaSettings) -> str:
-    return hashlib.sha256(json.dumps(settings.to_json(), sort_keys=True).encode()).hexdigest()[:16]

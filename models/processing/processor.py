@@ -167,7 +167,7 @@ class Processor:
         """Says whether the model reads media."""
         return ARCHITECTURES[self.architecture].rope_index is not None
 
-    @property
+    @functools.cached_property
     def settings(self) -> MediaSettings:
         """The settings that patches depend on."""
         from .media import MediaSettings

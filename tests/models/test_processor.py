@@ -138,7 +138,7 @@ def test_placeholders_spelt_out_in_the_text_are_an_error(processor, files):
 
 
 def test_chat_equals_transformers(processor, hf_tokenizer, files):
-    chat = Processor(**{**vars(processor), "chat_template": TEMPLATE})
+    chat = dataclasses.replace(processor, chat_template=TEMPLATE)
     media = [("image", str(files / "0.png")), ("image", str(files / "1.png"))]
     content = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "image"}, {"type": "text", "text": " b?"}]
     for text, items, parts in (("a<image><image> b?", media, content), ("Which way?", [], "Which way?")):
@@ -153,7 +153,7 @@ def test_chat_equals_transformers(processor, hf_tokenizer, files):
 
 
 def test_saved_and_loaded_it_is_the_same(processor, files, tmp_path):
-    chat = Processor(**{**vars(processor), "chat_template": TEMPLATE, "eos_ids": (0, 2)})
+    chat = dataclasses.replace(processor, chat_template=TEMPLATE, eos_ids=(0, 2))
     (tmp_path / "generation_config.json").write_text('{"top_k": 1}')  # what stands there is kept
     chat.save(tmp_path)
     assert json.loads((tmp_path / "generation_config.json").read_text()) == {"top_k": 1, "eos_token_id": [0, 2]}

@@ -1,6 +1,5 @@
 """A shadow tensor is sliced, sharded and concatenated as the array that it stands for."""
 
-import gc
 import pickle
 from typing import Any
 
@@ -141,16 +140,3 @@ def test_a_plan_reads_the_same_sizes(media):
     for got, want in zip(outlined.shown, whole.shown, strict=True):
         assert got.dtype == want.dtype
         np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.medium
-def test_it_is_laid_out_once_while_somebody_uses_it():
-    calls: list[int] = []
-    outlined = OutlinedInput(prompt(True), lambda: calls.append(1) or prompt(True))
-    used = outlined.laid_out()
-    assert outlined.laid_out() is used and len(calls) == 1
-    np.testing.assert_array_equal(used.feature_index_T, prompt(True).feature_index_T)
-    del used
-    gc.collect()
-    outlined.laid_out()
-    assert len(calls) == 2
