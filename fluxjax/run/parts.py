@@ -35,7 +35,7 @@ from ..data.sources import Source
 from ..learner.run_models import RunModels
 from ..runtime.engine_pool import EnginePool, engine_count
 from ..runtime.ports import EvaluationGivenUp
-from .build import AnyPixels, build_learning, open_pixels, run_mesh
+from .build import AnyPixels, build_learning, open_pixels, run_mesh, sampling_params
 from .checkpoint import Checkpoints
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def make_pool(
     config, model, fetch = parts.config, parts.model, parts.pixels.fetch
     embedded = config.rollout.engine is RolloutEngine.JAX
     if read_only or (embedded and gang.alone):
-        return EnginePool(config, model, fetch=fetch)
+        return EnginePool(config, model, fetch=fetch, sampling=sampling_params(config, parts.processor))
     from ..runtime.fleet_pool import FleetPool, for_all_engines
 
     if not embedded:
