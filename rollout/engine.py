@@ -119,8 +119,9 @@ class Engine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def sleep(self) -> None:
-        """Give the cache memory back. Refused with `EngineError` while samples are running."""
+    async def sleep(self, *, weights: bool = False) -> None:
+        """Give the cache memory back; with `weights`, that of the weights, too, until the next update. A seat of a
+        fleet always gives both. Refused with `EngineError` while samples are running."""
 
     async def wake(self) -> None: ...
 

@@ -262,7 +262,7 @@ class FleetEngine(Seat):
             await self._bring()
 
     @in_fleet
-    async def sleep(self) -> None:
+    async def sleep(self, *, weights: bool = True) -> None:
         """Has the seat's servers give their memory back, weights included. First waits for servers that are starting,
         which would never come up if a training step took less time than a start; then for samples of other seats on
         this seat's servers. Until the seat wakes, no server starts: a server that is about to start, or that ends

@@ -138,6 +138,16 @@ class EnginePool:
         return self.engines
 
 
+def engines_sleep(config: Config, alone: bool, own_policy: bool = False) -> bool:
+    """Says whether engines, or servers, give the memory of devices back while the trainer computes on these devices.
+    Embedded engines do so if the policy is known to generate nothing meanwhile, unless they belong to several
+    processes (not `alone`) or are lent to training. `own_policy`: the user's policy replaces that of `config`."""
+    if config.rollout.engine is not RolloutEngine.JAX:
+        return config.servers.colocated
+    meanwhile = own_policy or config.speculative_sync or isinstance(config.policy, AdaptiveAsyncConfig)
+    return alone and not (meanwhile or config.stream_trainer)
+
+
 def engines_a_device(devices: Sequence[Any]) -> int:
     """Returns the largest number of engines on one device; `devices` names the device of each one-device engine."""
     return -(-len(devices) // len(set(devices)))
