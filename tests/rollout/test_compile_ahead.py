@@ -1,14 +1,16 @@
 """Programs of rounds that threads compile before an engine's first request."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import logging
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import pytest
-from rollout_cases import TEXT, assert_equal, build, engine, request, run, text_prompt
+from rollout_cases import TEXT, assert_equal, build, engine, request, run, serve, text_prompt, until
 
 from fluxjax.config import Config
 from fluxjax.runtime.engine_pool import EnginePool
@@ -60,6 +62,32 @@ def test_threads_compile_the_rounds_that_a_run_needs() -> None:
     used = {program for program in serving.compiled_shapes if program[0] == "decode"}
     assert used == ahead and not serving._device.compiling
     assert_equal(answers, run(engine(build(TEXT), **HOW), *ASKED))
+
+
+class Later(concurrent.futures.Executor):
+    """Does nothing until a test ends the futures."""
+
+    def __init__(self) -> None:
+        self.pending: list[concurrent.futures.Future[Any]] = []
+
+    def submit(self, *_: Any) -> concurrent.futures.Future[Any]:
+        self.pending.append(concurrent.futures.Future())
+        return self.pending[-1]
+
+
+@pytest.mark.medium
+async def test_a_round_waits_for_its_program() -> None:
+    asked, threads = request("r", text_prompt(6), max_new_tokens=9), Later()
+    (expected,) = await serve(engine(build(TEXT), **HOW), [asked])  # compiles the round
+    serving = engine(build(TEXT), **HOW)
+    serving.compile_ahead(asked.sampling, 64, threads)
+    answered = asyncio.create_task(serve(serving, [asked]))
+    await until(lambda: serving.stats().tokens_generated == 1)  # by the start
+    await asyncio.sleep(0.2)
+    assert serving.stats().tokens_generated == 1
+    for compiling in threads.pending:
+        compiling.set_result(None)
+    assert_equal(await answered, [expected])
 
 
 @pytest.mark.medium
