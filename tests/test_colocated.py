@@ -28,6 +28,7 @@ from fluxjax.rewards import Scorer
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.trainer import FluxTrainer
 from fluxjax.runtime.engine_pool import engines_sleep
+from rollout.jax_engine import JaxEngine
 
 GAP = 1e-4  # absolute, float32
 
@@ -91,7 +92,8 @@ def test_embedded_engines_have_no_memory_while_training_computes(
     train, held = PolicyTrainer.train, list[tuple[bool, int]]()
 
     def watched(self: PolicyTrainer, *order: Any) -> TrainedStep:
-        (engine,) = trainer.pool.engines
+        engine = trainer.engine
+        assert isinstance(engine, JaxEngine) and trainer.pool.engines == [engine]
         held.append((engine.has_weights, engine.cache_usage.bytes))
         return train(self, *order)
 
