@@ -10,8 +10,8 @@
 With `fleet`, SGLang servers on two more hosts generate (docs/servers.md says how they are started); /shared is a folder
 that all three hosts see.
 
-Expected memory, by the pre-flight: 66 of 75 GiB that JAX may use of a device (accumulate), 4 GiB of
-host memory while weights are loaded (docs/preflight.md).
+Expected memory, by the pre-flight: 45 of 75 GiB that JAX may use of a device (prefill; 36 in accumulate, while engines
+sleep), 4 GiB of host memory while weights are loaded (docs/preflight.md).
 
 Never measured: no step of it has run on a GPU. Speed, stability of the learning rate, and the final accuracy are not
 known. The reward `math` needs `pip install 'fluxjax[math]'`.

@@ -63,13 +63,15 @@ def _preflight(config: Config, options: argparse.Namespace) -> int:
     if options.out and not picture.absolute().parent.is_dir():
         raise ConfigError(f"--out {picture}: there is no folder {picture.parent}")
     find_plugin(options.aot_folder)
+    from .runtime.engine_pool import engines_sleep
     from .sizing.check import DeviceRoom, check  # JAX loads here, and finds the plugin
     from .sizing.model_sizes import model_sizes
     from .sizing.show import draw, show
 
     model = model_sizes(config, options.model_config)
     room = DeviceRoom(topology.memory, fraction * topology.memory, f"{MEMORY_FRACTION}={fraction:.2f}")
-    verdict = check(config, model, topology.devices(), room, _progress, layers=options.layers)
+    sleeping = engines_sleep(config, topology.hosts == 1 and config.distributed.processes <= 1)
+    verdict = check(config, model, topology.devices(), room, _progress, layers=options.layers, sleeping=sleeping)
     title = f"{config.name} on {topology}"
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw(verdict, title, picture)

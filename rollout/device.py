@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +35,13 @@ from .engine_weights import (
 )
 from .programs import ENDED, programs
 from .requests import EngineLimits
-from .slots import PAGE_TOKENS, SlotSampling
+from .slots import PAGE_TOKENS, DecodeRound, SlotSampling
 from .turns import PrefillBatch, RoundPlan, StartPlan
 
 if TYPE_CHECKING:
     from .prompt_pixels import FeatureWork, FetchedPixels
+
+Program: TypeAlias = tuple[str, tuple[int, ...]]  # the name of a program, and the bucketed sizes of its arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,11 @@ class NewTokens:
         return NewTokens(*kept, self.lost)
 
 
+def decode_program(batch: DecodeRound) -> Program:
+    """The name and the bucketed sizes of the program of a round."""
+    return "decode", (*batch.pages_BC.shape, *_ids(batch.sampling))
+
+
 def _ids(sampling: SlotSampling) -> tuple[int, int, bool]:
     return sampling.stop_ids_BI.shape[1], sampling.forbidden_ids_BI.shape[1], sampling.limited
 
@@ -106,7 +114,7 @@ class DeviceState:
         self.engine_model, self._matrices = engine_model(model)
         self._graphdef, params = models.split(self.engine_model)[0], models.split(shapes_only(model))[1]
         self.abstract, self._text = models.abstract(model.config), model.config.text
-        self._dtype = dtype
+        self.dtype = dtype
         self.limits = limits
         self._served = {  # every weight in the shape of updates and in the served dtype
             name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for name, x in by_name(params).items()
@@ -117,7 +125,8 @@ class DeviceState:
             self._replace(models.split(model)[1])
         self.cache: KVCache | None = None  # None until a program needs it; a failure, a move or sleep drops it
         self.last_N: jax.Array | None = None  # made with the cache: the last token of each slot's sample, or `ENDED`
-        self.shapes: set[tuple[str, tuple[int, ...]]] = set()  # (program, bucketed sizes) of all calls so far
+        self.shapes: set[Program] = set()  # of all calls so far
+        self.compiling: dict[Program, concurrent.futures.Future[Any]] = {}  # before their first call, by threads
 
     def _settle(self, layout: EngineLayout) -> None:
         self.layout = layout
@@ -172,14 +181,14 @@ class DeviceState:
         check_shapes(old, new)
         for name, weight in new.items():
             dtype = weight.dtype
-            if dtype != old[name].dtype and not (self._dtype is not None and jnp.issubdtype(dtype, jnp.floating)):
+            if dtype != old[name].dtype and not (self.dtype is not None and jnp.issubdtype(dtype, jnp.floating)):
                 raise EngineError(f"weight {name} has dtype {dtype}, the engine serves {old[name].dtype}")
         self._replace(params)
 
     def _replace(self, params: Mapping[str, Any]) -> None:
-        check_finite(params, self._dtype)
+        check_finite(params, self.dtype)
         try:
-            self.params = split_layers(params, self._dtype, self.stacked, self.by_layers, self._matrices, self.params)
+            self.params = split_layers(params, self.dtype, self.stacked, self.by_layers, self._matrices, self.params)
         except BaseException:  # no memory: some of the old weights are gone
             self.params = None
             raise
@@ -262,7 +271,10 @@ class DeviceState:
     def decode(self, plan: RoundPlan) -> Unread:
         """Decodes the tokens of a round. The first inputs are the tokens that earlier turns left in `last_N`."""
         slots_B, batch = plan
-        self.shapes.add(("decode", (*batch.pages_BC.shape, *_ids(batch.sampling))))
+        program = decode_program(batch)
+        self.shapes.add(program)
+        if (compiling := self.compiling.pop(program, None)) is not None:  # its failure is the call's failure, too
+            concurrent.futures.wait([compiling])
         self.cache, self.last_N, *new = self.programs.decode(self.params, self._ready_cache(), self.last_N, batch)
         return Unread(slots_B, [new], [len(slots_B)])
 

@@ -115,8 +115,9 @@ class Engine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def sleep(self) -> None:
-        """Free the memory of the cache. Raises `EngineError` while samples are running."""
+    async def sleep(self, *, weights: bool = False) -> None:
+        """Free the memory of the cache and, with `weights`, that of the weights until the next update. A seat of a fleet
+        always frees both. Raises `EngineError` while samples are running."""
 
     async def wake(self) -> None: ...
 

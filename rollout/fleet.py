@@ -255,7 +255,7 @@ class FleetEngine(Seat):
             await self._bring()
 
     @in_fleet
-    async def sleep(self) -> None:
+    async def sleep(self, *, weights: bool = True) -> None:
         """Frees the memory of the seat's servers, weights included. First waits for servers that are starting, which
         would never come up if a training step took less time than a start. Then waits until samples of other seats have
         ended on this seat's servers. No server of the seat starts until the seat wakes. Raises EngineError if samples

@@ -24,7 +24,7 @@ import itertools
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import jax
 import numpy as np
@@ -36,12 +36,15 @@ from models.shadow import Fetch
 from sharding.mesh import Device
 
 from . import turns
-from .device import DeviceState, NewTokens
+from .device import DeviceState, NewTokens, decode_program
 from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from .engine_weights import EngineLayout
 from .requests import EngineLimits, Mailbox, TokenStream
 from .scheduler import Delivery, Flight, Job, Scheduler
-from .slots import PAGE_TOKENS, doubling, pages_for
+from .slots import PAGE_TOKENS, DecodeRound, doubling, pages_for
+
+if TYPE_CHECKING:
+    from .lowered import EngineArrays
 
 UNKNOWN_MEMORY = 4 << 30  # most bytes of a cache if devices don't report their free memory
 LEAST_CACHE = 256  # least tokens in the cache of `generate_once`, doubled until the response fits
@@ -131,11 +134,30 @@ class JaxEngine:
     def _size_cache(self) -> None:
         """Sets the size of the cache, before the first request on these devices. The longest sequence always fits,
         however little memory is free."""
-        full = dataclasses.replace(self._limits, kv_tokens=0).pages * PAGE_TOKENS
-        room = self._device.room(self._kv_fraction, UNKNOWN_MEMORY) // PAGE_TOKENS * PAGE_TOKENS
-        tokens = max(min(full, room), pages_for(self._limits.max_sequence_tokens) * PAGE_TOKENS)
-        self._limits = self._device.limits = dataclasses.replace(self._limits, kv_tokens=tokens)
+        self._limits = self._device.limits = self._with_cache(self._kv_fraction)
         self._scheduler.resize(self._limits)
+
+    def _with_cache(self, share: float) -> EngineLimits:
+        """The limits with a cache within `share` of the free device memory, unless the size is configured."""
+        if self._limits.kv_tokens:
+            return self._limits
+        room = self._device.room(share, UNKNOWN_MEMORY) // PAGE_TOKENS * PAGE_TOKENS
+        longest = pages_for(self._limits.max_sequence_tokens) * PAGE_TOKENS
+        tokens = max(min(self._limits.pages * PAGE_TOKENS, room), longest)
+        return dataclasses.replace(self._limits, kv_tokens=tokens)
+
+    def compile_ahead(self, sampling: SamplingParams, samples: int, threads: concurrent.futures.Executor) -> None:
+        """Compiles, in `threads`, the programs of the rounds that `samples` samples surely need which start together. A
+        round waits for its program. Does nothing if memory that is not known yet decides the size of the cache."""
+        limits = self._with_cache(self._kv_fraction)
+        if limits != self._with_cache(self._kv_fraction / 4):  # weights may come to the devices before the cache does
+            return
+        from .lowered import EngineArrays
+
+        arrays = EngineArrays(self._device.abstract, limits, self._device.dtype, self.devices)
+        for size in turns.round_sizes(limits, samples, sampling.max_new_tokens):
+            batch = arrays.round(size, sampling)
+            self._device.compiling[decode_program(batch)] = threads.submit(_compiled, arrays, batch)
 
     async def abort(self, rid: str) -> None:
         """Returns when the slots are free. Streams still get the tokens of turns in flight, before the `ABORT`. Returns
@@ -421,6 +443,10 @@ class JaxEngine:
             error = EngineError(f"request {job.request.rid!r} was lost: {reason}")
             error.__cause__ = cause
             job.sink.close(error)
+
+
+def _compiled(arrays: EngineArrays, batch: DecodeRound) -> None:
+    arrays.decode(batch).compile()
 
 
 def _described(error: Exception) -> str:

@@ -18,11 +18,11 @@ from models.inputs import ModelInput
 from sharding.walk import Params
 
 from .device import DeviceState
+from .engine import GenerateRequest, SamplingParams
 from .engine_weights import EngineLayout, LayerParams
-from .prompt_pixels import FeatureWork, PromptFeatures
 from .requests import EngineLimits
 from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS
-from .slots import PAGE_TOKENS, SlotTable, pages_for
+from .slots import PAGE_TOKENS, DecodeRound, SlotTable, pages_for
 from .turns import PREFILL_PATCHES, PrefillBatch, Prefix, by_groups, chunk_tokens, part, plan, text_input
 
 
@@ -48,11 +48,17 @@ class EngineArrays:
             self.params[kind] = [layer] * count
         self.cache = state.cache_shapes(limits.pages)
 
-    def decode(self) -> jax.stages.Lowered:
-        """The program of a round with samples in all slots, not compiled yet."""
-        limits = self._state.limits
+    def round(self, size: int, sampling: SamplingParams) -> DecodeRound:
+        """The input of the decode program for a round of `size` samples that are sampled like this."""
+        limits, slots = self._state.limits, list(range(size))
         table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages)
-        batch = table.round(np.arange(limits.slots), limits.slots, limits.round_tokens, limits.round_tokens)
+        table.assign(GenerateRequest("", text_input([0]), sampling), slots, slots, [()] * size)
+        return table.round(np.arange(size), size, limits.round_tokens, limits.round_tokens)
+
+    def decode(self, batch: DecodeRound | None = None) -> jax.stages.Lowered:
+        """The program of a round like this, or with samples in all slots, not compiled yet."""
+        limits = self._state.limits
+        batch = batch or self.round(limits.slots, SamplingParams())
         last_N = jax.ShapeDtypeStruct((limits.slots,), np.int32, sharding=self._state.layout.replicated)
         return self._state.programs.decode.lower(self.params, self.cache, last_N, batch)
 
@@ -64,6 +70,8 @@ class EngineArrays:
 
         `begun` are numbers of response tokens that are prefilled with the prompt, as after the loss of a cache.
         """
+        from .prompt_pixels import FeatureWork, PromptFeatures
+
         limits, programs = self._state.limits, self._state.programs
         whole = chunk_tokens(prompt)
         fitting = tuple(np.zeros(n, np.int32) for n in begun if len(prompt) + n <= whole) or (np.zeros(0, np.int32),)

@@ -366,6 +366,14 @@ def _least_rows(limits: EngineLimits) -> int:
     return max(least, -(-limits.slots // 128))
 
 
+def round_sizes(limits: EngineLimits, samples: int, tokens: int) -> list[int]:
+    """The sizes that rounds surely have, the largest first, while `samples` samples get up to `tokens` tokens each: of
+    samples that start together, about half are left for each further round, and the start gives the first token."""
+    least, running = _least_rows(limits), min(samples, limits.slots)
+    sizes = sorted({doubling(n, least, limits.slots) for n in range(1, running + 1)}, reverse=True)
+    return sizes[: -(-(tokens - 1) // limits.round_tokens)]
+
+
 def _layout(prefix: Prefix, limits: EngineLimits) -> tuple[list[int], list[Place]]:
     """The lengths of a prefix's rows, and the places of its samples, with rows counted from the prefix's first row.
     Responses fill a row up to `max_sequence_tokens`. If layers have states, a row has at most one response with tokens.

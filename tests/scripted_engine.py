@@ -114,7 +114,7 @@ class ScriptedEngine:
         self._go.set()
         self.log.append("resume")
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, weights: bool = False) -> None:
         if self.open_streams:
             raise AssertionError("asleep with open streams")
         self.asleep = True

@@ -27,6 +27,8 @@ from fluxjax.report.metrics import read
 from fluxjax.rewards import Scorer
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.trainer import FluxTrainer
+from fluxjax.runtime.engine_pool import engines_sleep
+from rollout.jax_engine import JaxEngine
 
 GAP = 1e-4  # absolute, float32
 
@@ -74,6 +76,60 @@ class Watch(Callback):
 def fleet(run_dir: pathlib.Path, data: Mapping[str, object], **own: object) -> Config:
     settings = {"checkpoint__every": 0, "evaluation__every": 0, "rollout__engine": "serve", **data, **own}
     return cli.load(["--config=configs/text.py:debug", f"--config.run_dir={run_dir}", *flags(**settings)])
+
+
+def in_process(run_dir: pathlib.Path, data: Mapping[str, object], **own: object) -> Config:
+    settings = {"checkpoint__every": 0, "evaluation__every": 2, "steps": 3, "warm_start__steps": 2, **data, **own}
+    return cli.load(["--config=configs/text.py:debug", f"--config.run_dir={run_dir}", *flags(**settings)])
+
+
+@pytest.mark.slow
+def test_embedded_engines_have_no_memory_while_training_computes(
+    data: Mapping[str, object], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their cache and their weights are gone in each step, and the run ends with the bits of a run whose engines stay
+    awake."""
+    train, held = PolicyTrainer.train, list[tuple[bool, int]]()
+
+    def watched(self: PolicyTrainer, *order: Any) -> TrainedStep:
+        engine = trainer.engine
+        assert isinstance(engine, JaxEngine) and trainer.pool.engines == [engine]
+        held.append((engine.has_weights, engine.cache_usage.bytes))
+        return train(self, *order)
+
+    monkeypatch.setattr(PolicyTrainer, "train", watched)
+    weights = []
+    for name, sleeps in ("asleep", True), ("awake", False):
+        if not sleeps:
+            monkeypatch.setattr("fluxjax.run.trainer.engines_sleep", lambda *_: False)
+        with FluxTrainer(in_process(tmp_path / name, data)) as trainer:
+            assert trainer.fit().summary.complete
+            weights.append((tmp_path / name / "model" / "model.safetensors").read_bytes())
+        assert [(has, bool(cache)) for has, cache in held] == [(not sleeps, not sleeps)] * 3
+        held.clear()
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "alone", "own_policy", "sleep"),
+    [
+        ({}, True, False, True),
+        ({"policy": "april"}, True, False, True),
+        ({"policy": "tail_batching"}, True, False, True),
+        ({}, False, False, False),  # process 0 reaches the engines of the other processes over HTTP
+        ({}, True, True, False),  # such a policy may generate at any time
+        ({"policy": "adaptive_async"}, True, False, False),
+        ({"speculative_sync": 0.5}, True, False, False),
+        ({"stream_trainer": True, "rollout__engines": 2}, True, False, False),
+        ({"rollout__engine": "serve"}, True, False, False),
+        ({"rollout__engine": "serve", "servers__colocated": True}, False, False, True),
+    ],
+)
+def test_engines_sleep_if_nothing_is_generated_meanwhile(
+    settings: dict[str, object], alone: bool, own_policy: bool, sleep: bool
+) -> None:
+    config = cli.load(["--config=configs/text.py:debug", *flags(**settings)])
+    assert engines_sleep(config, alone, own_policy) is sleep
 
 
 @pytest.mark.long

@@ -75,9 +75,9 @@ def small(remat=Remat.AUTO):
 @pytest.mark.long
 @pytest.mark.turn(2)
 def test_auto_is_the_first_rematerialisation_that_fits():
-    def found(gib):
+    def found(gib, sleeping=False):
         room = DeviceRoom(gib * GIB, gib * GIB, "a test")
-        return check(small(), MODEL, jax.devices()[:1], room, lambda _: None, longest_row=False)
+        return check(small(), MODEL, jax.devices()[:1], room, lambda _: None, longest_row=False, sleeping=sleeping)
 
     roomy = found(1.0)
     assert roomy.fits and roomy.remat is Remat.NONE and roomy.largest_row is None
@@ -86,6 +86,7 @@ def test_auto_is_the_first_rematerialisation_that_fits():
     tight = found(0.99 * needed)
     assert tight.fits and tight.remat is not Remat.NONE and tight.account.bytes < roomy.account.bytes
     assert tight.json()["remat"] == tight.remat.value
+    assert found(0.99 * needed, sleeping=True).remat is Remat.NONE  # the memory of the engine is free meanwhile
 
 
 def test_on_cpus_nothing_is_compiled_unless_asked_for(monkeypatch):

@@ -151,6 +151,15 @@ def test_a_peak_is_the_sum_of_what_a_phase_holds():
     assert "reference weights" not in phases["decode"]
 
 
+def test_engines_that_sleep_leave_their_memory_to_training():
+    awake, asleep = ACCOUNT.phases(), dataclasses.replace(ACCOUNT, sleeping=True).phases()
+    engines = {"engine weights": 15 * GIB, "KV cache": 14 * GIB}
+    for phase in ("accumulate", "update", "logprobs"):
+        assert awake[phase] == asleep[phase] | engines and not asleep[phase].keys() & engines.keys()
+    assert asleep["publish"] == {kind: size for kind, size in awake["publish"].items() if kind != "KV cache"}
+    assert all(asleep[phase] == awake[phase] for phase in ("prefill", "decode"))
+
+
 def test_remedies_are_named_with_what_they_need():
     def remat(account):
         return "remat", account.with_temporaries("accumulate", 10 * GIB)

@@ -32,9 +32,9 @@ from ..data.loader import read_row
 from ..data.prepare import Preparer
 from ..data.sources import Source
 from ..learner.run_models import RunModels
-from ..runtime.engine_pool import EnginePool, engine_count
+from ..runtime.engine_pool import EnginePool, engine_count, engines_sleep
 from ..runtime.ports import EvaluationGivenUp
-from .build import AnyPixels, build_learning, open_pixels, run_mesh
+from .build import AnyPixels, build_learning, open_pixels, run_mesh, sampling_params
 from .checkpoint import Checkpoints
 
 if TYPE_CHECKING:
@@ -47,15 +47,21 @@ _Score = Callable[[Prompt, str], Awaitable[Reward]]
 
 
 def settled(
-    config: Config, sizes: DecoderConfig, processor: Processor, gang: Team, note: Callable[[str], None] | None
+    config: Config,
+    sizes: DecoderConfig,
+    processor: Processor,
+    gang: Team,
+    note: Callable[[str], None] | None,
+    own_policy: bool = False,
 ) -> Config:
     """Returns a copy of the configuration that refuses changes. The number from `engine_count` replaces
     `rollout.engines=0`. The result of the pre-flight's memory check replaces `sharding.remat=auto`. `note` gets the
-    progress of the check (None: no check). Raises `ConfigError` if there are too few devices, or if the run does not
-    fit into the devices' memory."""
+    progress of the check (None: no check). `engines_sleep` describes `own_policy`. Raises `ConfigError` if there are
+    too few devices, or if the run does not fit into the devices' memory."""
     config = copy.deepcopy(config)
     if note is not None:
-        config.sharding.remat = settled_remat(config, sizes, run_mesh(config), processor.media_token_ids, note)
+        mesh, sleeping = run_mesh(config), engines_sleep(config, gang.alone, own_policy)
+        config.sharding.remat = settled_remat(config, sizes, mesh, processor.media_token_ids, note, sleeping)
     config.rollout.engines = engine_count(config, jax.local_devices(), gang.processes)
     config.validate_scheduling()  # needs the settled number of engines
     config.settle()
@@ -123,15 +129,20 @@ def assemble(
 
 
 def settled_remat(
-    config: Config, model: DecoderConfig, mesh: Mesh, never_sampled: tuple[int, ...], progress: Callable[[str], None]
+    config: Config,
+    model: DecoderConfig,
+    mesh: Mesh,
+    never_sampled: tuple[int, ...],
+    progress: Callable[[str], None],
+    sleeping: bool = False,
 ) -> Remat:
     """Returns the rematerialisation to train with. For `auto`, this is the first rematerialisation that fits into
     memory. If memory is unknown or not checked, `auto` becomes `none`. If memory is known, `auto` becomes `layer` under
     odc.
 
     If a device's memory is known (on GPUs, or by `sharding.device_memory_gib`), the run's largest programs are
-    compiled, except under odc. Raises ConfigError for a run that needs more memory, and for `offload` on devices
-    without host memory.
+    compiled, except under odc. `Account` describes `sleeping`. Raises ConfigError for a run that needs more memory, and
+    for `offload` on devices without host memory.
     """
     settings, room = config.sharding, _room(config)
     if settings.remat is Remat.OFFLOAD and not _has_host_memory():
@@ -154,7 +165,9 @@ def settled_remat(
         said("what training keeps on engines that are lent to it (stream_trainer) is not counted")
 
     devices = list(mesh.devices.flat)
-    verdict = check(config, model, devices, room, said, never_sampled=never_sampled, longest_row=False)
+    verdict = check(
+        config, model, devices, room, said, never_sampled=never_sampled, longest_row=False, sleeping=sleeping
+    )
     if not verdict.fits:
         raise ConfigError("\n".join([*verdict.answer(), "Or try it all the same: --config.sharding.preflight=false"]))
     return verdict.remat
@@ -197,7 +210,7 @@ def make_pool(
     config, model, fetch = parts.config, parts.model, parts.pixels.fetch
     embedded = config.rollout.engine is RolloutEngine.JAX
     if read_only or (embedded and gang.alone):
-        return EnginePool(config, model, fetch=fetch)
+        return EnginePool(config, model, fetch=fetch, sampling=sampling_params(config, parts.processor))
     from ..runtime.fleet_pool import FleetPool, for_all_engines
 
     if not embedded:

@@ -19,7 +19,7 @@ from ..base.event_loop import on_all, run_async, stop_on_signals
 from ..base.timeline import Span, Timeline
 from ..base.types import Prompt
 from ..batch.composer import Team
-from ..config import Config, RolloutEngine, run_folder
+from ..config import Config, run_folder
 from ..config.bounds import expand_home
 from ..config.cli import remarks
 from ..coordinator import Coordinator, SchedulingPolicy
@@ -31,6 +31,7 @@ from ..learner.policy_trainer import PolicyTrainer, check_algorithm
 from ..report.display import Display
 from ..report.metrics import MetricsLog, Summary, TrainingResult
 from ..rewards import Scorer
+from ..runtime.engine_pool import engines_sleep
 from ..runtime.ports import EvaluationGivenUp
 from ..runtime.runtime import Runtime
 from .build import (
@@ -100,7 +101,7 @@ class FluxTrainer:
         summary = Summary(name=config.name, seed=config.seed)
         self.callbacks, self.display, self.timeline = list(callbacks), display or Display(config.steps), Timeline()
         self._runtime: Runtime | None = None
-        self._stopping = False
+        self._stopping, self._own_policy = False, policy is not None
         self.run_dir, self._lock = (pathlib.Path(config.run_dir), None) if read_only else run_folder.create(config)
         if read_only:
             config.data.preprocessors = 0  # preprocessors would write logs
@@ -118,7 +119,7 @@ class FluxTrainer:
                 token = secrets.token_hex(16)  # gives access to the engines of all processes
                 gang.tell(Start(str(run_dir.absolute()), token, run_folder.to_json(config)))
                 note = None if read_only else self.display.note
-                self.config = config = settled(config, sizes, self.processor, gang, note)
+                self.config = config = settled(config, sizes, self.processor, gang, note, self._own_policy)
                 self.parts = parts = assemble(
                     config, sizes, self.processor, self.algorithm, gang, run_dir, token, self._fetched, read_only
                 )
@@ -232,6 +233,7 @@ class FluxTrainer:
 
         async def measure() -> dict[str, float]:
             await self.engine.update_weights(self.learner.version, self.weights())
+            await self.engine.wake()  # a run that failed may have left it asleep
             return await self.held_out.accuracy(self.engine, limit, blind=blind)
 
         return run_async(measure())
@@ -378,7 +380,7 @@ class FluxTrainer:
             timeline=self.timeline,
             tick=0.1 if config.speculative_sync else 0.0,
             set_parallelism=self.pool.set_parallelism,
-            colocated=config.rollout.engine is not RolloutEngine.JAX and config.servers.colocated,
+            colocated=engines_sleep(config, self.gang.alone, self._own_policy),
         )
         if self._stopping:
             self._runtime.request_stop(_STOPPED)

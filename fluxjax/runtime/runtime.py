@@ -49,7 +49,7 @@ class Runtime:
     # (degree) -> the new engines, awake, of `degree` devices each, as many as the devices make. They serve the oldest
     # weights that any engine served before. No request runs during the call. None: the engines never change.
     set_parallelism: Callable[[int], Awaitable[Sequence[Engine]]] | None = None
-    colocated: bool = False  # engines sleep from the trainer's computation until they get new weights
+    colocated: bool = False  # engines sleep, without weights, from the trainer's computation until they get new weights
 
     def __post_init__(self, prepared: Mapping[int, PreparedPrompt] | None) -> None:
         """`prepared` are the prompts, by draw, that a resumed coordinator has in its books."""
@@ -254,7 +254,7 @@ class Runtime:
             while True:
                 await ended()
                 try:
-                    return await engine.sleep()
+                    return await engine.sleep(weights=self.colocated)
                 except EngineError:
                     if not self.colocated:  # the engine keeps its memory, but its devices are idle
                         return

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
 GIB = 2.0**30
 # The kinds of bytes that an engine has, which FSDP does not cut. Layers with Gated DeltaNet have one state a slot.
-ENGINE, CACHE, STATES = "engine weights", "KV cache", "states"
+OF_ENGINES = ENGINE, CACHE, STATES = "engine weights", "KV cache", "states"
 
 
 def in_gib(size: float) -> str:
@@ -18,8 +18,8 @@ def in_gib(size: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """Bytes on the fullest device. `resident` arrays stay through all of a step, by kind. `temporaries` and `results`
-    are the bytes of each program, by name."""
+    """Bytes on the fullest device. `resident` arrays stay through all of a step, by kind; with `sleeping`, those of
+    engines do not. `temporaries` and `results` are the bytes of each program, by name."""
 
     resident: Mapping[str, float]
     gradients: float  # the sum of the microbatches' gradients, as one set of arrays
@@ -30,29 +30,32 @@ class Account:
     copies: float = 0.0  # weights in the dtype of the computation, as microbatches read them
     merged: float = 0.0  # weights with their adapters added (LoRA), while they are published
     servers: float = 0.0  # memory of servers on the same device while they are awake; training then waits
+    sleeping: bool = False  # engines have no memory while training computes, and no cache while they get new weights
 
     def phases(self) -> dict[str, dict[str, float]]:
         """Returns bytes by phase and kind. With rollout servers, `temporaries` lacks `prefill` and `decode`, and the
         result lacks these phases."""
 
-        def held(more: Mapping[str, float]) -> dict[str, float]:
-            return {kind: size for kind, size in {**self.resident, **more}.items() if size}
+        def held(more: Mapping[str, float], without: Collection[str] = ()) -> dict[str, float]:
+            kinds = {**self.resident, **more}
+            return {kind: size for kind, size in kinds.items() if size and not (self.sleeping and kind in without)}
 
-        def during(program: str, more: Mapping[str, float]) -> dict[str, float]:
-            return held({**more, "temporaries": self.temporaries[program] + self.results[program]})
+        def during(program: str, more: Mapping[str, float], without: Collection[str] = ()) -> dict[str, float]:
+            return held({**more, "temporaries": self.temporaries[program] + self.results[program]}, without)
 
         gradients, batches = {"gradients": self.gradients}, {"batches": 2 * self.batch}  # this and the next batch
         phases = {
-            "accumulate": during("accumulate", gradients | batches | {"cast weights": self.copies}),
-            "update": during("update", gradients),
-            "logprobs": during("logprobs", batches),
+            "accumulate": during("accumulate", gradients | batches | {"cast weights": self.copies}, OF_ENGINES),
+            "update": during("update", gradients, OF_ENGINES),
+            "logprobs": during("logprobs", batches, OF_ENGINES),
         }
         phases |= {name: during(name, {}) for name in ("prefill", "decode") if name in self.temporaries}
         awake = {"servers": self.servers}
         if self.servers:
             phases["rollout"] = held(awake)
         # An engine replaces its weights one by one (`rollout.engine_weights.split_layers`).
-        return phases | {"publish": held(awake | {"merged weights": self.merged, "temporaries": self.largest_weight})}
+        updating = awake | {"merged weights": self.merged, "temporaries": self.largest_weight}
+        return phases | {"publish": held(updating, (CACHE, STATES))}
 
     def totals(self) -> dict[str, float]:
         """Returns bytes by phase."""
@@ -84,8 +87,7 @@ class Account:
 
     def with_devices(self, factor: float) -> Account:
         """Returns the account for `factor` times as many devices. Arrays that FSDP cuts become smaller."""
-        uncut = (ENGINE, CACHE, STATES)
-        resident = {kind: size if kind in uncut else size / factor for kind, size in self.resident.items()}
+        resident = {kind: size if kind in OF_ENGINES else size / factor for kind, size in self.resident.items()}
         sizes = {name: getattr(self, name) / factor for name in ("gradients", "copies", "merged")}
         cut = dataclasses.replace(self, resident=resident, **sizes)
         return cut.with_temporaries("update", self.temporaries["update"] / factor)

@@ -150,6 +150,7 @@ def check(
     layers: int = 0,
     never_sampled: tuple[int, ...] | None = None,
     longest_row: bool = True,
+    sleeping: bool = False,
 ) -> Verdict:
     """Compiles the largest shape of each program for `devices`, each of which has `room`.
 
@@ -158,8 +159,8 @@ def check(
     model with layers of several kinds, `layers` is rounded up to a multiple of `attention_interval`, at least twice the
     interval. A loop over a single interval would be written out, which needs other memory. With `sharding.remat` auto,
     the first of `REMATS` with which `accumulate` fits is taken, else the last. Without `longest_row`, the longest row
-    of a run that fits is not computed. `RunShapes.of` describes `never_sampled`. Raises ConfigError for settings that
-    can't work.
+    of a run that fits is not computed. `Account` describes `sleeping`, and `RunShapes.of` `never_sampled`. Raises
+    ConfigError for settings that can't work.
     """
     depth = model.text.num_layers
     period = model.text.attention_interval  # only multiples of the period have the model's mixture of layers
@@ -177,7 +178,7 @@ def check(
         shallow, whole = compiled_at_depth(sized, model, devices, names, few, progress, never_sampled)
         first.update(shallow)
         programs.update(whole)
-        return run, _account(run, programs, room)
+        return run, dataclasses.replace(_account(run, programs, room), sleeping=sleeping)
 
     quickest, *smaller = REMATS if config.sharding.remat is Remat.AUTO else [config.sharding.remat]
     run, account = compiled(quickest, PROGRAMS if config.rollout.engine is RolloutEngine.JAX else PROGRAMS[:3])
