@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from sharding.kernels.runs import PackedRuns, packed_runs
+from sharding.kernels.runs import CHUNK, PackedRuns, packed_runs
 from sharding.spread.buffers import Spread
 from sharding.spread.route import ExchangeRoute
 
@@ -184,10 +184,10 @@ class PackedTokens:
     temperatures_BT: Float32[AnyArray, "B T"] | None = None  # positive
     runs: PackedRuns | None = None
 
-    def with_runs(self, chunks: int = 0) -> PackedTokens:
-        """These rows with their table of runs, of `chunks` chunks a row (0: as many as needed). Arrays must be
-        on the host."""
-        return dataclasses.replace(self, runs=packed_runs(self.segments_BT, self.branches_BT, chunks))
+    def with_runs(self, chunks: int = 0, size: int = CHUNK) -> PackedTokens:
+        """These rows with their table of runs, of `chunks` chunks a row (0: as many as needed) of `size` tokens. Arrays
+        must be on the host."""
+        return dataclasses.replace(self, runs=packed_runs(self.segments_BT, self.branches_BT, chunks, size=size))
 
 
 def concatenate(parts: Sequence[VisionInput]) -> VisionInput:

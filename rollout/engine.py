@@ -116,8 +116,8 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def sleep(self, *, weights: bool = False) -> None:
-        """Free the memory of the cache and, with `weights`, that of the weights until the next update. A seat of a fleet
-        always frees both. Raises `EngineError` while samples are running."""
+        """Free the memory of the cache and, with `weights`, also that of the weights until the next update. A seat of a
+        fleet always frees both. Raises `EngineError` while samples are running."""
 
     async def wake(self) -> None: ...
 

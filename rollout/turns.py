@@ -26,7 +26,7 @@ from jax import Array
 
 from models.inputs import ModelInput, PackedTokens, VisionInput, concatenate, pad
 from models.shadow import ShadowTensor
-from sharding.kernels.runs import CHUNK, packed_runs
+from sharding.kernels.runs import chunk_size, packed_runs
 
 from .cache import Context, PageWrites, Rows, StateWrites
 from .programs import Starts
@@ -464,7 +464,8 @@ def _pack(prefixes: Sequence[Prefix], limits: EngineLimits, least_area: int) -> 
         vision = pad(joined, padded_patches(joined.num_patches, merge_unit))
     inputs = PackedTokens(tokens_BT, segments_BT, branches_BT, positions_3BT, predecessor_BT, feature_index_BT, vision)
     if limits.recurrent:  # a row is one run: it has one response at most
-        runs = packed_runs(segments_BT, np.zeros_like(branches_BT), -(-T // CHUNK), given=True)
+        size = chunk_size(limits.max_sequence_tokens)
+        runs = packed_runs(segments_BT, np.zeros_like(branches_BT), -(-T // size), given=True, size=size)
         inputs = dataclasses.replace(inputs, runs=runs)
     context = _context(prefixes, [len(row_lengths) for row_lengths, _ in layouts], B, limits)
     return PrefillBatch(inputs, places, sum(lengths), context, tuple(shown), prefixes[0].features)

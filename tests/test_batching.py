@@ -18,6 +18,7 @@ from fluxjax.batch.rows import Budget
 from fluxjax.batch.share import Item, chunks_needed, pieces_of
 from fluxjax.config import ODC, ConfigError, FlexUlysses, LossAggregation, Ulysses
 from fluxjax.learner.loss_inputs import with_logprobs
+from fluxjax.sizing.largest import largest_batch
 from sharding.kernels.runs import CHUNK, packed_runs
 
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice
@@ -310,7 +311,20 @@ def test_a_table_of_runs_holds_every_row(seed):
     segments = [n for n, piece in enumerate(pieces, 1) for _ in range(piece.tokens)]
     lengths = [[prompts[piece.item], *answers[piece.item]] for piece in pieces]
     branches = [branch for runs in lengths for branch, length in enumerate(runs) for _ in range(length)]
-    chunks = chunks_needed(len(segments), pieces, share_prompts=True)
-    runs = packed_runs(np.array([segments]), np.array([branches]), chunks)
+    size = (8, 16, 32, CHUNK)[seed % 4]
+    chunks = chunks_needed(len(segments), pieces, True, size)
+    runs = packed_runs(np.array([segments]), np.array([branches]), chunks, size=size)
     assert sorted(runs.columns_BNC[runs.columns_BNC >= 0].tolist()) == list(range(len(segments)))
-    assert chunks <= len(segments) // CHUNK + max(len(segments) // 32, 2 * sum(map(len, lengths)))
+    assert chunks <= len(segments) // size + max(len(segments) // 32, 2 * sum(map(len, lengths)))
+
+
+@pytest.mark.parametrize(("tokens_per_row", "size"), [(48, 8), (128, 8), (256, 16), (1023, 32), (1024, 64), (4096, 64)])
+def test_one_size_of_chunks_for_all_rows_of_a_run(tokens_per_row, size):
+    """Also for rows that are fitted to fewer tokens, and for the largest batch."""
+    config = make_config(tokens_per_row=tokens_per_row)
+    config.rollout.max_new_tokens, config.rollout.max_sequence_tokens = 8, 48
+    batches = [largest_batch(config, QWEN3_5, 1)]
+    for prompts in (1, 4, 16):
+        groups = make_groups([[5, (1, 4, 4)]] * prompts, [[8, 3]] * prompts)
+        batches += compose(*groups, config, vision=QWEN3_5.vision, text=QWEN3_5.text).batches
+    assert {batch.inputs.runs.columns_BNC.shape[2] for batch in batches} == {size}

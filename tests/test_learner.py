@@ -25,6 +25,7 @@ from fluxjax.learner.learner import GAP, Learner, learning_rate
 from fluxjax.run.checkpoint import Checkpoints
 from models.config import DecoderConfig
 from models.decoder import logprobs as forward_logprobs
+from sharding.kernels.runs import CHUNK
 from sharding.mesh import make_mesh
 from sharding.walk import REMAT, Walk
 from sharding.weights import like
@@ -128,6 +129,22 @@ def test_any_number_of_devices_equals_one(kind, devices, remat, unwritten):
     layout = learner.gradients.strategy.shardings
     for tree in (learner.params, learner.opt_state[1].mu, learner.opt_state[1].nu):
         assert jax.tree.map(lambda leaf: leaf.sharding, tree) == layout
+
+
+@pytest.mark.slow
+def test_losses_and_gradients_do_not_depend_on_the_size_of_chunks():
+    batch = microbatches_for("qwen3_5_text", config_for())[0].batch
+    graphdef, params = models.split(tiny("qwen3_5_text"))
+
+    @jax.jit
+    def loss(params, inputs):
+        logprobs, _ = forward_logprobs(models.merge(graphdef, params), inputs, Walk())
+        return jnp.sum(logprobs * batch.loss_weights_BT)
+
+    assert batch.inputs.runs.columns_BNC.shape[2] == 8
+    sizes = (batch.inputs, batch.inputs.with_runs(size=CHUNK))
+    short, long = (jax.value_and_grad(loss)(params, inputs) for inputs in sizes)
+    assert_close(short, long)
 
 
 @pytest.mark.medium

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from models.config import TextConfig, VisionConfig
 from models.inputs import PromptInput
+from sharding.kernels.runs import chunk_size
 from sharding.spread.shapes import ShapeBook
 
 from ..algorithms.loss import response_weights
@@ -65,13 +66,13 @@ class Composer:
         self.shapes = shape_book(config) if shapes is None else shapes
         packing, self._tempered = config.packing, config.rollout.tempered
         tokens = packing.tokens_per_row * packing.rows_per_device
-        hybrid = text is not None and text.delta is not None
-        self.room = Room(tokens, packing.patches_per_device, packing.share_prompts, vision, runs=hybrid)
+        chunk = chunk_size(packing.tokens_per_row) if text is not None and text.delta is not None else 0
+        self.room = Room(tokens, packing.patches_per_device, packing.share_prompts, vision, chunk=chunk)
         self._dealer = self._dealer_for(config.sharding.strategy, num_devices)
 
     def _dealer_for(self, strategy: Strategy, num_devices: int) -> RowPacking | Spreading | OwnPace:
         if isinstance(strategy, FSDP):
-            return RowPacking(self._config, num_devices, self._vision, self.shapes, self.room.runs)
+            return RowPacking(self._config, num_devices, self._vision, self.shapes, self.room.chunk)
         if isinstance(strategy, ODC):
             from .own_pace import OwnPace as Dealer
         else:

@@ -126,7 +126,7 @@ def _packed(outline: Outline, share: Share, room: Room, tempered: bool) -> tuple
         for row, pieces in enumerate(shard_rows):
             spans.place(pieces, (shard * rows + row) * columns, share.groups, features, room.share_prompts)
     vision = side_by_side(buffers, sizes["frame"]) if buffers else None
-    return spans, _train_batch(_arrays(spans, columns, share.version, tempered), vision, sizes)
+    return spans, _train_batch(_arrays(spans, columns, share.version, tempered), vision, sizes, chunk=room.chunk)
 
 
 def _spread(
@@ -268,12 +268,17 @@ def _rows(arrays: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
 
 
 def _train_batch(
-    arrays: dict[str, np.ndarray], vision: VisionInput | None, sizes: Sizes, spread: Spread | None = None
+    arrays: dict[str, np.ndarray],
+    vision: VisionInput | None,
+    sizes: Sizes,
+    spread: Spread | None = None,
+    chunk: int = 0,
 ) -> TrainBatch:
+    """The table of runs has `sizes["chunks"]` chunks a row, each of `chunk` tokens."""
     inputs: dict[str, Any] = {name: arrays[name] for name in arrays if name in PackedTokens.__dataclass_fields__}
     beside: dict[str, Any] = {name: arrays[name] for name in arrays if name not in inputs}
     packed = PackedTokens(**inputs, vision=vision, spread=spread)
-    packed = packed.with_runs(sizes["chunks"]) if "chunks" in sizes else packed
+    packed = packed.with_runs(sizes["chunks"], chunk) if "chunks" in sizes else packed
     return TrainBatch(inputs=packed, **beside)
 
 

@@ -43,7 +43,7 @@ class Room:
     share_prompts: bool
     vision: VisionConfig | None
     degree: int = 1  # the most devices that compute one sequence
-    runs: bool = False  # rows need the table of their runs, for a model with Gated DeltaNet
+    chunk: int = 0  # tokens of a chunk in the tables of runs (`PackedRuns`); 0: a model without Gated DeltaNet
 
     @property
     def whole_patches(self) -> int:
@@ -100,7 +100,7 @@ class Part:
         """The least size of each buffer that holds this part."""
         sharded = sum(round.degree > 1 for round in self.plan.rounds)
         sizes = self.layout.needs() | ({"exports": EXPORTS * sharded} if sharded else {})
-        if self._room.runs:
+        if self._room.chunk:
             streams = [(members, round.degree) for round in self.plan.rounds for members in round.groups]
             share, pieces = self._room.share_prompts, self.pieces
             sizes["runs"] = max(runs_bound([pieces[i] for i in members], share, n) for members, n in streams)

@@ -59,11 +59,12 @@ class RowPacking:
     (`fitted`) if these hold less padding."""
 
     def __init__(
-        self, config: Config, num_shards: int, vision: VisionConfig | None, shapes: ShapeBook, runs: bool = False
+        self, config: Config, num_shards: int, vision: VisionConfig | None, shapes: ShapeBook, chunk: int = 0
     ) -> None:
+        """`chunk` is the number of tokens of a chunk in the table of a batch's runs; 0: the batch has no table."""
         self._budget = Budget.of(config, num_shards, vision)
-        self._share, self._vision, self._shapes = config.packing.share_prompts, vision, shapes
-        self._most_chunks = most_chunks(config) if runs else 0
+        self._share, self._vision, self._shapes, self._chunk = config.packing.share_prompts, vision, shapes, chunk
+        self._most_chunks = most_chunks(config) if chunk else 0
 
     def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
         """Returns the microbatches, with buffer sizes that the shape book chooses, and `groups`."""
@@ -106,7 +107,7 @@ class RowPacking:
         caps = {"rows": budget.rows[-1], "columns": budget.tokens_per_row}
         if self._most_chunks:
             rows = (row for shard in micro.shards for row in shard)
-            needs["chunks"] = max(chunks_needed(needs["columns"], row, self._share) for row in rows)
+            needs["chunks"] = max(chunks_needed(needs["columns"], row, self._share, self._chunk) for row in rows)
             caps["chunks"] = max(self._most_chunks, needs["chunks"])
         if self._vision is not None:
             # The vision tower's program accepts no empty buffer. Every buffer therefore holds the patches of at least

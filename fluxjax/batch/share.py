@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from models.inputs import PromptInput
-from sharding.kernels.runs import CHUNK
+from sharding.kernels.runs import chunk_size
 from sharding.mesh import replica_size
 from sharding.planner.plan import ShardPlan
 from sharding.spread.shapes import Sizes
@@ -117,17 +117,18 @@ def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, response
     return pieces
 
 
-def chunks_needed(columns: int, row: Sequence[Piece], share_prompts: bool) -> int:
-    """Returns the number of chunks in a row's table of runs (`PackedRuns`), which suffices for any lengths of the runs.
-    With `share_prompts`, each prompt and each response is a run, else each piece."""
-    return _chunks_of(columns, _runs(row, share_prompts))
+def chunks_needed(columns: int, row: Sequence[Piece], share_prompts: bool, chunk: int) -> int:
+    """Returns the number of chunks, of `chunk` tokens each, in a row's table of runs (`PackedRuns`). The number suffices
+    for any lengths of the runs. With `share_prompts`, each prompt and each response is a run, else each piece."""
+    return _chunks_of(columns, _runs(row, share_prompts), chunk)
 
 
 def most_chunks(config: Config) -> int:
     """Returns the number of chunks for a row of `packing.tokens_per_row` tokens with all prompts and responses of a
     step."""
     columns, rollout = config.packing.tokens_per_row, config.rollout
-    return _chunks_of(columns, min(columns, rollout.prompts_per_step * (1 + rollout.group_size)))
+    runs = min(columns, rollout.prompts_per_step * (1 + rollout.group_size))
+    return _chunks_of(columns, runs, chunk_size(columns))
 
 
 def runs_bound(pieces: Sequence[Piece], share_prompts: bool, devices: int = 1) -> int:
@@ -139,8 +140,8 @@ def _runs(pieces: Sequence[Piece], share_prompts: bool) -> int:
     return sum(1 + len(piece.responses) if share_prompts else 1 for piece in pieces)
 
 
-def _chunks_of(columns: int, runs: int) -> int:
-    return columns // CHUNK + max(columns // RUN_TOKENS, _rounded(runs))
+def _chunks_of(columns: int, runs: int, chunk: int) -> int:
+    return columns // chunk + max(columns // RUN_TOKENS, _rounded(runs))
 
 
 def _rounded(runs: int) -> int:

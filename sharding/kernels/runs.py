@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-CHUNK = 64  # tokens, a power of two; on CPUs 32 takes as long, and 128 a third longer
+CHUNK = 64  # tokens, a power of two; on CPUs 32 takes as long in long rows, 128 a third longer
 TAIL = 3  # the convolution of a token reads this many earlier tokens
 
 
@@ -43,6 +43,12 @@ class PackedRuns:
     start_BN: Any
     before_BN3: Any
     last_B3: Any
+
+
+def chunk_size(longest: int) -> int:
+    """Returns the tokens of a chunk for rows of at most `longest` tokens: `CHUNK`, or 8 to 32 if all rows are short.
+    Runs of short rows are short too, and would leave most cells of a chunk of 64 empty."""
+    return next((size for size in (8, 16, 32) if longest < 32 * size), CHUNK)
 
 
 def packed_runs(
