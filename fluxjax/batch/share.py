@@ -118,8 +118,9 @@ def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, response
 
 
 def chunks_needed(columns: int, row: Sequence[Piece], share_prompts: bool, chunk: int) -> int:
-    """Returns the number of chunks, of `chunk` tokens each, in a row's table of runs (`PackedRuns`). The number suffices
-    for any lengths of the runs. With `share_prompts`, each prompt and each response is a run, else each piece."""
+    """Returns the number of chunks, of `chunk` tokens each, in a row's table of runs (`PackedRuns`). The number
+    suffices for any lengths of the runs. With `share_prompts`, each prompt and each response is a run, else each
+    piece."""
     return _chunks_of(columns, _runs(row, share_prompts), chunk)
 
 
