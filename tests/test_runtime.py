@@ -289,7 +289,7 @@ class TestFailures:
     def test_inner_cancellation(self) -> None:
         """Rule 53: a cancellation that leaks out of a collaborator is an error, not a silent hang."""
         run = Run(ScriptedEngine(on_attempt({(1, 0): "cancel"})))
-        with pytest.raises(RuntimeError, match=r"_stream was cancelled from inside"):
+        with pytest.raises(RuntimeError, match=r"_stream cancelled itself"):
             run.go()
 
 

@@ -37,7 +37,10 @@ class Settings:
     def __post_init__(self) -> None:
         least = min(self.prompts_per_step, self.group_size, self.engines, self.max_attempts)
         if least < 1 or self.max_attempts >= 100 or self.steps < 0:
-            raise ValueError(f"no run is possible with {self}")
+            raise ValueError(
+                "prompts_per_step, group_size and engines must be at least 1, max_attempts 1 to 99, steps at least 0: "
+                f"{self}"
+            )
 
     @classmethod
     def of(cls, config: Config) -> Settings:

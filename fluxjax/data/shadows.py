@@ -184,7 +184,7 @@ def layout(processor: Processor, token_ids: Sequence[int], tickets: Sequence[Tic
     """Returns a function that makes the model input of a tokenised prompt with these media, without reading a file.
     `layout` and the function raise PromptError or ValueError if prompt and media do not fit together."""
     if wrong := next((ticket for ticket in tickets if ticket.settings != processor.settings.digest), None):
-        raise ValueError(f"{wrong.ref.name} was preprocessed by other settings than those of this process")
+        raise ValueError(f"{wrong.ref.name} was preprocessed with other media settings than this process has")
     outline = processor.outline_of(token_ids, [ticket.medium for ticket in tickets])
     values = processor.settings.patch_bytes
     shadows = [ticket.shadow(values) for ticket in tickets]

@@ -170,7 +170,7 @@ def test_a_state_of_other_data_is_refused():
     state = Drawing({"a": 10}).state_dict()
     with pytest.raises(DataError, match="'a' had 10 records when the checkpoint was made and has 11 now"):
         Drawing({"a": 11}).load_state_dict(state)
-    with pytest.raises(DataError, match="made with seed 0; resume it with that, not 1"):
+    with pytest.raises(DataError, match="made with seed 0; resume it with that seed, not 1"):
         Drawing({"a": 10}, seed=1).load_state_dict(state)
 
 
