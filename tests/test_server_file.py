@@ -84,7 +84,7 @@ def test_a_line_that_can_not_be_read_is_told_and_nobody_leaves(
 ) -> None:
     file, fleet = opened(tmp_path, {A: ""})
     (complaint,) = change(file, f"{line}\n{B}\n")
-    assert expected in complaint and "nobody leaves" in complaint
+    assert expected in complaint and "no server leaves the run" in complaint
     assert fleet.there == [A, B]
     assert change(file, f"{B}\n") == [] and fleet.there == [B]
 
