@@ -37,7 +37,7 @@ from .processing.processor import PADS
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}  # arguments of a model of transformers
 # Model types for which transformers gives other positions to text behind a video (`models.qwen2_5_vl.positions`)
 MOVED = {
-    "qwen2_5_vl": "known: from 5.3 on, transformers places text behind a video elsewhere; further parts are at ours"
+    "qwen2_5_vl": "known: from 5.3 on, transformers has other positions for text behind a video; later parts use ours"
 }
 
 

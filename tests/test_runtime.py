@@ -245,7 +245,7 @@ class TestFailures:
         other.trainer.version = 5
         other.coordinator.load_state_dict(run.coordinator.state_dict())
         other.coordinator.settings = dataclasses.replace(other.coordinator.settings, steps=9)
-        with pytest.raises(CoordinatorError, match="trainer holds version 5, not 4"):
+        with pytest.raises(CoordinatorError, match="version 4 are needed, but the trainer holds version 5"):
             other.go()
 
     def test_weights_are_those_that_the_coordinator_knows(self) -> None:

@@ -152,7 +152,7 @@ class Links:
         if process == self.process:
             self._count(topic)
         elif self._wires is None or process not in self._peers:
-            raise ValueError(f"there is no process {process}, only {self.processes}")
+            raise ValueError(f"there is no process {process}: the run has {self.processes} processes")
         else:
             self._wires.send(process, {"kind": "count", "topic": topic})
 
@@ -273,7 +273,9 @@ class Links:
         if self._closed:
             return LinkError(f"the links of {self._name(self.process)} are closed")
         names = ", ".join(map(self._name, sorted(self._peers_closed)))
-        return LinkError(f"{names} closed, but {self._name(self.process)} still waits. {ADVICE}")
+        return LinkError(
+            f"{names} closed the links, but {self._name(self.process)} still waits for an answer. {ADVICE}"
+        )
 
     def _heard(self, peer: int, message: Message, data: bytes) -> None:
         match message["kind"]:

@@ -278,7 +278,7 @@ class TestRefusals:
         world = world_at(Generate)
         with pytest.raises(CoordinatorError, match="sample 1 of draw 0"):
             world.hear(ResponseFinished(changed(response(0, 0), sample=1)))
-        with pytest.raises(CoordinatorError, match="nobody asked"):
+        with pytest.raises(CoordinatorError, match="no reward of it was asked for"):
             world.hear(RewardReady("00000000.00/0", reward("00000000.00/0")))
 
     @pytest.mark.parametrize("event", [PromptsDrawn(()), Trained(1), WeightsPublished(0), CheckpointSaved(0)])
@@ -380,7 +380,7 @@ class TestBooks:
             (Generate, lambda g: [Accumulate(1, ())], "0 groups can't be trained on engines"),
             (Generate, lambda g: [Lend((0,))], r"draws \[0, 1\] run on them, and 0 engines would be left"),
             (DrawPrompts, lambda d: [d], "while another DrawPrompts"),
-            (Score, lambda s: [s], "scored before"),
+            (Score, lambda s: [s], "given out for scoring before"),
         ],
     )
     def test_policy_against_the_books(self, when: type, what, message: str) -> None:

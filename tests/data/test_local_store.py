@@ -130,7 +130,7 @@ def test_tickets_that_it_cannot_answer_are_refused_with_the_reason(folder):
         with pytest.raises(MediaError, match="is no ticket"):
             store.fetch([Rows("[1]", 0, 1)])
         forged = Ticket(ticket.ref, ticket.settings, type(ticket.medium)("image", (1, 2, 12)))
-        with pytest.raises(MediaError, match="is not what it was"):
+        with pytest.raises(MediaError, match="has changed since it was preprocessed"):
             store.fetch([whole(forged)])
 
 

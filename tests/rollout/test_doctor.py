@@ -345,7 +345,7 @@ def test_what_can_not_be_asked_is_said(
         (["--server", "http://127.0.0.1:9", "--model", "MODEL"], "http://127.0.0.1:9/model_info: "),
         (["--server", "http://127.0.0.1:9", "--model", "/gone"], "/gone: no such folder"),
         (["--server", "http://127.0.0.1:9", "--model", "MODEL", "--text", "\u00e9"], "cannot be written"),
-        (["--server", "http://127.0.0.1:9"], "go together"),
+        (["--server", "http://127.0.0.1:9"], "must be given together"),
         (["--server", "http://127.0.0.1:9", "--model", "MODEL", "--config=configs/text.py"], "and without --config"),
         (["--config.rollout.slot=3"], "did you mean"),
         (["--tolerance", "0"], "above 0"),
