@@ -201,9 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m models.parity", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face checkpoint folder")
-    parser.add_argument("--text", default="Which of the 3 boxes is red?", help="of the prompts")
-    parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="default: a gradient")
-    parser.add_argument("--video", nargs="+", default=[], metavar="FILE", help="default: none")
+    parser.add_argument("--text", default="Which of the 3 boxes is red?", help="text of the prompts")
+    parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="images to show (default: a gradient)")
+    parser.add_argument("--video", nargs="+", default=[], metavar="FILE", help="videos to show (default: none)")
     parser.add_argument("--tolerance", type=float, default=1e-4, metavar="X")
     options = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")

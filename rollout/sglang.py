@@ -294,7 +294,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Json]:
             try:
                 event = json.loads(line.removeprefix(b"data: "))
                 if not isinstance(event, dict):
-                    raise ValueError("no object")
+                    raise ValueError("not an object")
             except (ValueError, RecursionError) as error:
                 raise ServerError(f"{response.url}: an event that is not JSON ({error}): {line[:100]!r}") from None
             yield event

@@ -187,7 +187,7 @@ class Coordinator:
     @_hear.of(messages.Started)
     def _started(self, event: messages.Started) -> None:
         if self.served >= 0:
-            raise CoordinatorError("started twice")
+            raise CoordinatorError("Started came a second time")
         self.fleet.publish(event.version, range(len(self.fleet)))
         # A resumed trainer may have newer weights than freshly started engines: the policy then publishes first.
         self.version = event.version if self.version < 0 else self.version
