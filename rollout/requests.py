@@ -84,7 +84,7 @@ class EngineLimits:
 def checked(request: Any, limits: EngineLimits) -> GenerateRequest:
     """The request in plain types. Raises EngineError, one line naming the field, for a request that can't be served."""
     if not isinstance(request, GenerateRequest):
-        raise EngineError(f"a GenerateRequest is wanted, not {_shown(request)}")
+        raise EngineError(f"the request must be a GenerateRequest, not {_shown(request)}")
     if not isinstance(request.rid, str):
         raise EngineError(f"the rid of a request must be a string, not {_shown(request.rid)}")
     try:

@@ -381,7 +381,7 @@ class Config(Section):
         if servers.colocated and servers.addresses and self.rollout.engine is RolloutEngine.SGLANG:
             raise ConfigError(
                 "servers.colocated needs to know which servers sleep when the run begins, and SGLang does not say; let "
-                "the run start them (servers.count), not servers.addresses"
+                "the run start the servers (servers.count instead of servers.addresses)"
             )
         if servers.colocated and (isinstance(self.policy, AdaptiveAsyncConfig) or self.speculative_sync):
             what = "speculative_sync" if self.speculative_sync else "policy=adaptive_async"

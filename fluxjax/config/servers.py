@@ -130,5 +130,5 @@ class WeightsConfig(Section):
         if route is Route.ORBAX and engine is RolloutEngine.SGLANG and remote and not self.agents:
             raise ConfigError(
                 f"{name}, but SGLang 0.5.23 can't pull weights: run python -m rollout.weights.agent on the hosts of "
-                "servers.addresses, and name them in weights.agents"
+                "servers.addresses, and name these agents in weights.agents"
             )

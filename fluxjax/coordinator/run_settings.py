@@ -82,10 +82,11 @@ class Settings:
             more = ", ..." if len(values) > _NAMED else ""
             parts.append(f"source {source!r}{rule} has {', '.join(values[:_NAMED])}{more}")
         by = f"rollout.dynamic_sampling is {self.dynamic_sampling_by.value}"
-        bound = f"rollout.max_num_gen_batches is {most}" if too_many else f"{in_a_row} of them in a row"
+        bound = f"rollout.max_num_gen_batches is {most}" if too_many else f"{in_a_row} dropped in a row"
         return (
             f"dynamic sampling dropped {count} groups of equal rewards ({by}) for step {step}, which needs {size} "
-            f"others ({bound}): {'; '.join(parts)}; mend that reward, take prompts of another difficulty"
+            f"groups of different rewards ({bound}): {'; '.join(parts)}; mend the reward, take prompts "
+            "of another difficulty"
             + (", raise the bound (0: none)" if too_many else "")
             + ", or choose another rollout.dynamic_sampling (correct, value, off)"
         )

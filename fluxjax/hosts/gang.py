@@ -331,8 +331,8 @@ def check_across_processes(config: Config) -> None:
         )
     if embedded and config.rollout.engines % jax.process_count():
         raise ConfigError(
-            f"rollout.engines is {config.rollout.engines}; each of the {jax.process_count()} processes must have as "
-            f"many engines: make rollout.engines 0 or a multiple of {jax.process_count()}"
+            f"rollout.engines is {config.rollout.engines}; each of the {jax.process_count()} processes must have the "
+            f"same number of engines: make rollout.engines 0 or a multiple of {jax.process_count()}"
         )
     counts = collections.Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:

@@ -378,7 +378,7 @@ class Delta:
         if checksum(after) != wanted:
             raise DeltaError(
                 f"{self.folder}: {name} has the checksum {checksum(after)} after the delta, not {wanted}: the delta is "
-                f"damaged, or what it was applied to is not version {self.base}"
+                f"damaged, or was not applied to version {self.base}"
             )
         return after
 

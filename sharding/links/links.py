@@ -22,7 +22,7 @@ from ..mesh import Device
 from .meeting import Card, connect, gather, listen, own_address, place
 from .wires import MOST, LinkError, Message, Wires, keep_send_buffers_wide
 
-ADVICE = "All processes of the run end; start them all again, and it goes on from its last checkpoint."
+ADVICE = "All processes of the run end; start them all again, and the run goes on from its last checkpoint."
 
 _STREAMS = 2  # TCP streams between two transfer servers; on one host 1, 2 and 4 are equally fast
 _PROBE = 2**64 - 1  # minus a process's number: the key of the array that this process fetches as a test
