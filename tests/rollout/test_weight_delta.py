@@ -157,7 +157,7 @@ def test_another_base_is_seen(tmp_path: pathlib.Path) -> None:
     old, new = some()
     folder = delta_of(tmp_path, old, new)
     old["wide"].view(np.uint32)[-1, -1] ^= 1
-    fails(folder, old, "not version 3")
+    fails(folder, old, "not applied to version 3")
 
 
 def test_every_changed_byte_is_seen(tmp_path: pathlib.Path) -> None:
