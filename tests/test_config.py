@@ -150,7 +150,10 @@ def test_settings_that_may_be_unread_exist_and_are_named_once_each():
         ("config.zzz = 1", "Config has no field 'zzz'; it has name, seed, "),
         ("config.model.tiny['layers'] = 1", "model.tiny has no field 'layers'; it has architecture, hidden_size, "),
         ("config.model.tiny['num_layers'] = 1.5", "model.tiny.num_layers is 1.5; it must be of type int"),
-        ("config.data.sources['digits'].columns['image'] = 'x'", "columns is {'image': 'x'}; it must name prompt, "),
+        (
+            "config.data.sources['digits'].columns['image'] = 'x'",
+            "columns is {'image': 'x'}; it must have only the keys prompt, ",
+        ),
         ("config.steps = '5'", "steps is '5'; it must be of type int"),
         ("config.optim.lr = True", "optim.lr is True; it must be a finite number"),
         ("config.data.sources['a'] = 'x.jsonl'", "data.sources.a must be a SourceConfig, not 'x.jsonl'"),

@@ -151,7 +151,7 @@ def test_wrong_flags_are_one_line(flags, token, message):
 def test_an_answer_of_another_release_is_refused(place, monkeypatch):
     monkeypatch.setattr("fluxjax.data.flight_client.PROTOCOL", 3)
     monkeypatch.setattr(FlightServer, "_greet", lambda self, question: {"protocol": 1})
-    with pytest.raises(PlaceRefuses, match="speaks protocol 1 and takes the settings for None, not 3 and"):
+    with pytest.raises(PlaceRefuses, match="has protocol 1 and reads the media settings as None, this run has 3 and"):
         place.greet(30.0)
 
 

@@ -189,11 +189,11 @@ def test_a_setting_that_is_read_is_taken(settings):
 
 
 NOT_THE_CHOICE = [  # settings of a choice that was not made; of earlier releases
-    ("policy.oversample=2", "synchronous has no oversample, april has: --config.policy=april"),
-    ("policy=adaptive_async policy.prompts=1.5", "adaptive_async has no prompts, tail_batching has"),
+    ("policy.oversample=2", "synchronous has no oversample, but april has it: --config.policy=april"),
+    ("policy=adaptive_async policy.prompts=1.5", "adaptive_async has no prompts, but tail_batching has it"),
     ("policy.max_staleness=1", "tail_batching and april and adaptive_async have"),
-    ("sharding.strategy.max_degree=2", "fsdp has no max_degree, ulysses and flex_ulysses and odc have"),
-    ("sharding.strategy=ulysses sharding.strategy.hybrid=True", "ulysses has no hybrid, odc has"),
+    ("sharding.strategy.max_degree=2", "fsdp has no max_degree, but ulysses and flex_ulysses and odc have it"),
+    ("sharding.strategy=ulysses sharding.strategy.hybrid=True", "ulysses has no hybrid, but odc has it"),
     *(
         (f"{old}=1", f"--config.{old}: no such field; did you mean --config.{now}?")
         for old, now in (

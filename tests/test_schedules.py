@@ -158,7 +158,7 @@ class TestRefusals:
             ("linear(1.2)", "linear takes two values"),
             ("success(1)", "success takes two values"),
             ("cosine(1, x)", "'x' is no finite number"),
-            ("sine(1, 2)", "there is no 'sine'"),
+            ("sine(1, 2)", "there is no schedule 'sine'"),
             ("phases(1, 2)", "each phase must be VALUE@START"),
             ("phases(1@0.1)", "the first phase must start at 0"),
             ("phases(1@0, 2@0.5, 3@0.5)", "each other phase after the one before it"),

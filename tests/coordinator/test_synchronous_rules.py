@@ -297,7 +297,7 @@ class TestRefusals:
         world.until(PublishWeights)
         with pytest.raises(CoordinatorError, match="version 5 was reported"):
             world.hear(WeightsPublished(5))
-        with pytest.raises(CoordinatorError, match="twice"):
+        with pytest.raises(CoordinatorError, match="a second time"):
             world.hear(Started(0))
         again = world_at(DrawPrompts)
         with pytest.raises(CoordinatorError, match="3 prompts were drawn, but only 2"):
@@ -307,7 +307,7 @@ class TestRefusals:
         with pytest.raises(CoordinatorError, match="must all differ"):
             twice.hear(PromptsDrawn((prompt(1),)))
 
-    @pytest.mark.parametrize(("version", "message"), [(2, "newest one published"), (0, "needs 1 or newer")])
+    @pytest.mark.parametrize(("version", "message"), [(2, "newest one published"), (0, "needs version 1 or newer")])
     def test_foreign_versions(self, version: int, message: str) -> None:
         """Rule 21: on-policy means that every token trained on is of the version served; others are refused."""
         world = world_at(Train)
@@ -371,11 +371,11 @@ class TestBooks:
     @pytest.mark.parametrize(
         ("when", "what", "message"),
         [
-            (Train, lambda t: [t], "is training, not scored"),
+            (Train, lambda t: [t], "is training; it must be scored"),
             (Train, lambda t: [Train(2, ())], "while another Train|step 2"),
             (Train, lambda t: [Finish(1, "")], "2 prompts and 1 instructions under way"),
             (Train, lambda t: [Skip(t.groups[0].prompt, "")], "is training"),
-            (Generate, lambda g: [g], "is running, not waiting or deferred or lost"),
+            (Generate, lambda g: [g], "is running; it must be waiting or deferred or lost"),
             (Generate, lambda g: [Train(1, ())], "step 1 has nothing to train on"),
             (Generate, lambda g: [Accumulate(1, ())], "0 groups can't be trained on engines"),
             (Generate, lambda g: [Lend((0,))], r"draws \[0, 1\] run on them, and 0 engines would be left"),

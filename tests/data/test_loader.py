@@ -153,7 +153,9 @@ def test_any_draw_is_replayed_by_its_number_across_changed_mixtures():
     order = subject.loader.order
     for prompt in drawn:
         if prompt.source == "d":
-            with pytest.raises(DataError, match=f"row {prompt.row} of data source 'd', which is not here"):
+            with pytest.raises(
+                DataError, match=f"row {prompt.row} of data source 'd', which data.sources does not name"
+            ):
                 order[prompt.draw]
         else:
             assert keys([order[prompt.draw]]) == keys([prompt])

@@ -125,7 +125,7 @@ def test_tickets_that_it_cannot_answer_are_refused_with_the_reason(folder):
         rows = whole(ticket)
         with pytest.raises(MediaError, match=r"its ticket has the media settings 0000"):
             store.fetch([Rows(str(Ticket(ticket.ref, "0000", ticket.medium)), 0, 1)])
-        with pytest.raises(MediaError, match="rows 0 to 99 of 24 patches"):
+        with pytest.raises(MediaError, match="rows 0 to 99 were asked for, but it has 24 patches"):
             store.fetch([Rows(rows.ticket, 0, 99)])
         with pytest.raises(MediaError, match="is no ticket"):
             store.fetch([Rows("[1]", 0, 1)])

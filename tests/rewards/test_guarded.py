@@ -337,7 +337,7 @@ def test_samples_of_a_group_have_the_same_weights_also_after_a_resume():
         ({"reward": "user_rewards:"}, None, "user_rewards has no ''"),
         ({"reward": ":f"}, None, "importing '' raised ValueError"),
         ({}, {"t": len}, "rewards: there is no source t, only s"),
-        ({}, {"s": 3}, "what is given for source s is 3; it must be a function, or an object"),
+        ({}, {"s": 3}, "the reward for source s is 3; it must be a function, or an object"),
         ({"rewards": {"exact": RewardTerm()}}, {"s": {"b": len}}, "has the rewards exact; give a dictionary"),
     ],
 )

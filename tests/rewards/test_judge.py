@@ -115,7 +115,9 @@ def test_votes(app) -> None:
     assert judged(Judge(app.address, votes=4, temperature=0.5), "alternates") == Reward(0.5, False)
     assert len({body["seed"] for body in app.bodies[before:]}) == 4
     partly = judged(Judge(app.address, votes=2, temperature=0.5, retries=0), "unsure 1")
-    assert partly.value == 1 and partly.reason.startswith("1 of 2 votes failed: the judge gave no verdict")
+    assert partly.value == 1 and partly.reason.startswith(
+        "1 of 2 votes failed: the judge was asked 1 times without a valid verdict"
+    )
 
 
 def test_of_a_long_response_the_end_is_shown(app) -> None:
@@ -333,7 +335,11 @@ async def test_a_failure_is_a_scored_0_that_is_counted(app) -> None:
         good, unparsed, hung = await asyncio.gather(*(subject.score_text(PROMPT, text) for text in texts))
         metrics = subject.metrics()
     assert good == Reward(1.0, True, parts={"judge": 1.0, "grade": 0.0})
-    assert unparsed.value == 0 and "grade: its last reply was no verdict" in unparsed.reason
+    assert (
+        unparsed.value == 0
+        and "grade: the judge was asked 1 times without a valid verdict; its last reply was no verdict"
+        in unparsed.reason
+    )
     assert hung.value == 0 and f"judge: {app.address}/v1/chat/completions: no reply in time" in hung.reason
     assert metrics["rewards/failed/invalid"] == metrics["rewards/failed/timed_out"] == 2 == len(noted) / 2
     assert metrics["rewards/judge/answers"] == 5 and metrics["rewards/judge/unparsed"] == 3
