@@ -133,7 +133,7 @@ def test_media_that_nobody_named_are_told_of(write, tmp_path, caplog):
     for value in (*names, {"url": "data:image/png;base64,AA=="}, {"type": "image", "path": "a.png"}):
         open_source(write({"prompt": "q", "answer": "1", "level": 3, "photo": value}), "birds")
         assert (
-            "train.jsonl: media in 'photo' are not used; to use them, name the field in data.sources.birds.columns.images"
+            "media in 'photo' are not used; to use them, name the field in data.sources.birds.columns.images"
             in caplog.text
         )
         caplog.clear()
