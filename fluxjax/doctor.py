@@ -33,17 +33,23 @@ def main(argv: list[str]) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--server", metavar="URL", help="the server's address")
     parser.add_argument("--model", metavar="DIR", help="with --server: the trainer's checkpoint folder")
-    parser.add_argument("--text", default="Which of the 3 boxes is red?", help="of the probes (default: %(default)s)")
-    parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="further probes, one an image")
-    parser.add_argument("--video", nargs="+", default=[], metavar="FILE", help="further probes, one a video")
+    parser.add_argument(
+        "--text", default="Which of the 3 boxes is red?", help="text of the probes (default: %(default)s)"
+    )
+    parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="images, each for one more probe")
+    parser.add_argument("--video", nargs="+", default=[], metavar="FILE", help="videos, each for one more probe")
     parser.add_argument("--tolerance", type=number(float, 0, above=True), metavar="X",
-                       help="of mean differences of log-probs (default: 0.001, or 0.05 below float32)")  # fmt: skip
-    parser.add_argument("--dumps", metavar="DIR", help="the server's --debug-tensor-dump-output-folder: names layers")
-    parser.add_argument("--samples", type=number(int, 1), default=20, metavar="N", help="records a source (default 20)")
+                       help="allowed mean difference of log-probs (default: 0.001, or 0.05 below float32)")  # fmt: skip
+    parser.add_argument(
+        "--dumps", metavar="DIR", help="the server's --debug-tensor-dump-output-folder, to find the layer that differs"
+    )
+    parser.add_argument(
+        "--samples", type=number(int, 1), default=20, metavar="N", help="records read of each data source (default 20)"
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options, options.flags = parser.parse_known_args(argv)
     if bool(options.server) != bool(options.model) or (options.server and options.flags):
-        parser.error("--server URL and --model DIR go together, and take no --config")
+        parser.error("--server URL and --model DIR must be given together, and without --config")
     if options.dumps and not options.server:
         parser.error("--dumps DIR needs --server URL")
     options.differs = False

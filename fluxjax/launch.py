@@ -42,9 +42,15 @@ def main(argv: Sequence[str]) -> int:
         type=_counts,
         required=True,
         metavar="N[,N...]",
-        help="how many, process 0 included; 4,2: four at first, two when they are started again",
+        help="number of processes, with process 0; 4,2: four at first, two after a restart",
     )
-    parser.add_argument("--restarts", type=int, default=3, metavar="N", help="at most, without a new checkpoint (3)")
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="most restarts in a row without a new checkpoint (default 3)",
+    )
     options = parser.parse_args(launch)
     if min(options.processes) < 1:
         parser.error(f"--processes is {min(options.processes)}; it must be at least 1")
@@ -90,7 +96,7 @@ class Supervisor:
             if failed is None:
                 return 0
             status = failed.status
-            print(f"{failed}; all have ended", file=sys.stderr)
+            print(f"{failed}; all processes have ended", file=sys.stderr)
             if self._signals > 1:
                 return 128 + self._number
             if self._signals:
@@ -100,7 +106,10 @@ class Supervisor:
             newest = self._newest()
             idle = 0 if newest != before else idle + 1
             if idle > self._restarts:
-                print(f"error: {idle} attempts in a row ended without a new checkpoint; see above why", file=sys.stderr)
+                print(
+                    f"error: {idle} attempts in a row ended without a new checkpoint; the reasons are above",
+                    file=sys.stderr,
+                )
                 break
             print(f"attempt {attempt + 1} goes on from {newest}", file=sys.stderr, flush=True)
         return status

@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT",
                         help="where to listen; port 0: any free one (default 127.0.0.1:0)")  # fmt: skip
-    parser.add_argument("--workers", type=int, default=0, help="processes that decode (0: one a core)")
+    parser.add_argument("--workers", type=int, default=0, help="processes that decode (0: one for each core)")
     parser.add_argument("--cache-gib", type=float, default=DataConfig().cache_gib,
                         help="decoded media kept in memory (default %(default)s)")  # fmt: skip
     options = parser.parse_args(arguments)

@@ -106,7 +106,8 @@ class _Files:
         found = tuple(file.get_slice(name).get_shape())
         if found != shape:
             raise CheckpointError(
-                f"{self.path(name)}: tensor {name} has shape {list(found)}, but config.json means {list(shape)}"
+                f"{self.path(name)}: tensor {name} has shape {list(found)}, but by config.json it must have "
+                f"{list(shape)}"
             )
         self._read.add(name)
         self._progress(len(self._read) / len(self.where))
@@ -161,8 +162,8 @@ def _layers_of(files: _Files, entry: TensorName, dtype: DTypeLike | None) -> Ite
         first = first or value.dtype
         if value.dtype != first and dtype is None:
             raise CheckpointError(
-                f"{files.path(name)}: tensor {name} is {value.dtype}, its like in layer {entry.numbers[0]} is {first}; "
-                "layers of one stack need one dtype (or load with dtype=...)"
+                f"{files.path(name)}: tensor {name} is {value.dtype}, but the same tensor of layer {entry.numbers[0]} "
+                f"is {first}; all layers of a stack must have one dtype, or be loaded with dtype=..."
             )
         yield np.ascontiguousarray(entry.from_disk(value), dtype=dtype or first)
 
@@ -233,7 +234,10 @@ def write_weights(file: pathlib.Path, contents: Sequence[StoredTensor], values: 
         out.write(struct.pack("<Q", len(text)) + text)
         for tensor, value in zip(contents, values, strict=False):  # the remaining values are for other files
             if (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
-                raise ValueError(f"{tensor.name} is {value.dtype} of shape {value.shape}, not as announced")
+                raise ValueError(
+                    f"{tensor.name} is {value.dtype} of shape {value.shape}, but the file's header says {tensor.dtype} "
+                    f"of shape {tensor.shape}"
+                )
             out.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
 

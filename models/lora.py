@@ -118,8 +118,8 @@ def load_adapters(config: DecoderConfig, path: str | os.PathLike[str], lora: Lor
                 raise CheckpointError(f"{folder / ADAPTER}: tensor {name} is missing")
             if tensor.shape != entry.disk_shape:
                 raise CheckpointError(
-                    f"{folder / ADAPTER}: tensor {name} has shape {list(tensor.shape)}, but "
-                    f"{list(entry.disk_shape)} is wanted: the adapter is of another model"
+                    f"{folder / ADAPTER}: tensor {name} has shape {list(tensor.shape)}, but must have "
+                    f"{list(entry.disk_shape)}: the adapter is of another model"
                 )
             layers.append(entry.from_disk(tensor).astype(np.float32))
         values[entry.path] = np.stack(layers)
@@ -172,12 +172,12 @@ def _check_settings(folder: pathlib.Path, said: dict[str, Any], lora: Lora) -> N
     for name, value in wanted.items():
         if (found := said.get(name, defaults.get(name))) != value:
             raise CheckpointError(
-                f"{folder / SETTINGS}: {name} is {json.dumps(found)}, but {json.dumps(value)} is wanted"
+                f"{folder / SETTINGS}: {name} is {json.dumps(found)}, but must be {json.dumps(value)}"
             )
     for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform"):
         if said.get(name):
             raise CheckpointError(
-                f"{folder / SETTINGS}: {name} is set, which is not supported; every layer is alike here"
+                f"{folder / SETTINGS}: {name} is set, which is not supported: all layers must have the same adapters"
             )
 
 

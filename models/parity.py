@@ -37,7 +37,7 @@ from .processing.processor import PADS
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}  # arguments of a model of transformers
 # Model types for which transformers gives other positions to text behind a video (`models.qwen2_5_vl.positions`)
 MOVED = {
-    "qwen2_5_vl": "known: from 5.3 on, transformers places text behind a video elsewhere; further parts are at ours"
+    "qwen2_5_vl": "known: from 5.3 on, transformers has other positions for text behind a video; later parts use ours"
 }
 
 
@@ -201,9 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m models.parity", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face checkpoint folder")
-    parser.add_argument("--text", default="Which of the 3 boxes is red?", help="of the prompts")
-    parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="default: a gradient")
-    parser.add_argument("--video", nargs="+", default=[], metavar="FILE", help="default: none")
+    parser.add_argument("--text", default="Which of the 3 boxes is red?", help="text of the prompts")
+    parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="images to show (default: a gradient)")
+    parser.add_argument("--video", nargs="+", default=[], metavar="FILE", help="videos to show (default: none)")
     parser.add_argument("--tolerance", type=float, default=1e-4, metavar="X")
     options = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")

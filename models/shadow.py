@@ -65,10 +65,12 @@ class ShadowTensor:
     def __getitem__(self, rows: slice) -> ShadowTensor:
         """The tensor of neighbouring rows. Raises ShadowError for an index that is no slice of step 1."""
         if not isinstance(rows, slice):
-            self._refuse(f"[{rows!r}] was asked for, and only rows from one to another can be told without it")
+            self._refuse(f"[{rows!r}] was asked for, and a shadow tensor gives only slices of neighbouring rows")
         start, stop, step = rows.indices(len(self))
         if step != 1:
-            self._refuse(f"every {step}th row was asked for, and only neighbours can be told without it")
+            self._refuse(
+                f"a slice with step {step} was asked for, and a shadow tensor gives only slices of neighbouring rows"
+            )
         pieces: list[Piece] = []
         begin = 0
         for piece in self.pieces:
@@ -102,7 +104,7 @@ class ShadowTensor:
             shape = (len(rows), *self.shape[1:])
             if data.shape != shape or data.dtype != self.dtype:
                 came = f"{data.dtype}{list(data.shape)}"
-                raise ShadowError(f"{_named(rows)} came as {came}, not {self.dtype}{list(shape)}")
+                raise ShadowError(f"{_named(rows)} were fetched as {came}, but must be {self.dtype}{list(shape)}")
         if not self.pieces:
             return np.empty(self.shape, self.dtype)
         arrived = iter(fetched)
@@ -111,20 +113,20 @@ class ShadowTensor:
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> ShadowTensor:
         if function is not np.concatenate or kwargs.get("axis", 0) != 0 or len(args) != 1:
-            self._refuse(f"numpy.{function.__name__} was called on it")
+            self._refuse(f"numpy.{function.__name__} was called on a shadow tensor")
         pieces: list[Piece] = []
         for part in args[0]:
             if part.shape[1:] != self.shape[1:] or part.dtype != self.dtype:
-                raise ValueError(f"{part.dtype}{list(part.shape)} does not go on with {self!r}")
+                raise ValueError(f"{part.dtype}{list(part.shape)} can't be concatenated with {self!r}")
             pieces += part.pieces if isinstance(part, ShadowTensor) else [part]
         return ShadowTensor(pieces, self.shape[1:], self.dtype)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
-        self._refuse("it was used as data")
+        self._refuse("a shadow tensor was used as data")
 
     def _refuse(self, what: str) -> NoReturn:
         names = ", ".join(map(_named, self.elsewhere[:3])) + (", ..." if len(self.elsewhere) > 3 else "")
-        raise ShadowError(f"{what}, but it is elsewhere: {names}; a materializer fetches it")
+        raise ShadowError(f"{what}, but its data is not in this process: {names}; fetch it with a materializer")
 
     def __eq__(self, other: object) -> bool:
         """Says whether two shadows have the same shape and dtype, and the same rows to fetch."""

@@ -87,7 +87,7 @@ class KVCache:
 
     def state(self, slot_B: Int[AnyArray, " B"] | None, layer: int) -> DeltaState:
         """The states of these slots in one layer. An out-of-range slot gets the state of the last slot."""
-        assert slot_B is not None, "the plans of a model with states have slots"
+        assert slot_B is not None, "slot_B must be given for a model with states"
 
         def gather(x: Array) -> Array:
             L, N, *sizes = x.shape

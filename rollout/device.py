@@ -265,7 +265,7 @@ class DeviceState:
                 kept.rows = jnp.zeros(shape, features_MX.dtype, device=place)
             self.shapes.add(("keep", (kept.size, len(features_MX))))
             kept.rows = self.programs.keep(kept.rows, features_MX, np.int32(group.row))
-        assert kept.rows is not None, "the first chunk that shows a feature has some computed"
+        assert kept.rows is not None, "the first chunk that shows a feature must compute features"
         return kept.rows
 
     def decode(self, plan: RoundPlan) -> Unread:

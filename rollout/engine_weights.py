@@ -72,7 +72,7 @@ def check_shapes(served: Mapping[str, Any], params: Mapping[str, Any]) -> None:
     """Raises EngineError, which names the tensor, unless names and shapes are those of the served weights."""
     for name in sorted(served.keys() | params.keys()):
         if name not in params or name not in served:
-            raise EngineError(f"weight {name} is {'missing' if name in served else 'none of those that are served'}")
+            raise EngineError(f"weight {name} is {'missing' if name in served else 'not among the served weights'}")
         shape, dtype = getattr(params[name], "shape", None), getattr(params[name], "dtype", None)
         if shape != served[name].shape or dtype is None:  # no dtype: not an array
             raise EngineError(f"weight {name} has shape {shape}, the engine serves {served[name].shape}")

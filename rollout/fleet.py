@@ -53,7 +53,7 @@ class Fleet(FleetState):
         names = (f"{name} {number}" for number in itertools.count())
         seats = [FleetEngine(self, number, names) for number in range(count or len(members))]
         if not seats:
-            raise EngineError("a fleet needs a server at least")
+            raise EngineError("a fleet needs at least one server")
         self.seats += seats
         for number, member in enumerate(members):
             self._add(member, seats[number % len(seats)])
@@ -277,7 +277,7 @@ class FleetEngine(Seat):
         await self._bring()
 
     async def set_parallelism(self, devices: Sequence[Device]) -> None:
-        raise EngineError("rollout servers keep their devices")
+        raise EngineError("rollout servers can't change their devices")
 
     def stats(self) -> EngineStats:
         """Returns the counts of the seat. Any thread may call this method."""

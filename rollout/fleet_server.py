@@ -279,7 +279,7 @@ class Server:
             if self.leaving:
                 return
             if self.process is not None and self.seat.asleep:
-                raise ServerError("it was to sleep before it was up; it starts when it is to wake")
+                raise ServerError("the server was to sleep before it was up; it will start when it is woken")
             try:
                 await self.client.load(CONNECT)
                 break
@@ -335,7 +335,7 @@ class Server:
         if doubts > self.cleared:
             has = await self.client.weight_version(patience)
             if holds is not None and self.holds is holds and has != str(holds.version):
-                raise ServerError(f"{self!r} has weights {has}, not {holds.version}, which it was given")
+                raise ServerError(f"{self!r} has weights of version {has}, but was given version {holds.version}")
             self.cleared = doubts
 
     def _check_silence(self, excused: bool) -> None:
@@ -347,7 +347,7 @@ class Server:
         most = options.start_seconds if self.load.get("running") else 3 * options.patience
         excused = excused or bool(self.load.get("waiting"))
         if [attempt for attempt in self.attempts if attempt.silence(excused) > most]:
-            raise ServerError(f"{self!r} runs {self.load['running']:g} samples, and says nothing for {most:g} s")
+            raise ServerError(f"{self!r} runs {self.load['running']:g} samples, but has sent nothing for {most:g} s")
 
     def lower(self) -> None:
         """Ends this life of the server. The next life gets the weights and the orders of the seat."""

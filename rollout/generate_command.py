@@ -60,20 +60,31 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "images and videos (default: as the checkpoint says)",
         "Qwen3-VL bounds the pixels of all frames of a video together, other models those of each frame",
     )
-    media.add_argument("--min-pixels", type=positive, metavar="N", help="of an image or a frame; smaller ones grow")
-    media.add_argument("--max-pixels", type=positive, metavar="N", help="of an image or a frame; larger ones shrink")
-    media.add_argument("--fps", type=number(float, 0, above=True), metavar="X", help="frames read a second of video")
-    media.add_argument("--max-frames", type=number(int, 2), metavar="N", help="frames read of a video, at most")
+    media.add_argument(
+        "--min-pixels",
+        type=positive,
+        metavar="N",
+        help="least pixels of an image or a frame; smaller ones are enlarged",
+    )
+    media.add_argument(
+        "--max-pixels", type=positive, metavar="N", help="most pixels of an image or a frame; larger ones are reduced"
+    )
+    media.add_argument(
+        "--fps", type=number(float, 0, above=True), metavar="X", help="frames read from each second of a video"
+    )
+    media.add_argument("--max-frames", type=number(int, 2), metavar="N", help="most frames read from a video")
     sampling = parser.add_argument_group("sampling (default: as generation_config.json says)")
-    sampling.add_argument("--max-tokens", type=positive, metavar="N", help=f"at most so many (default {MAX_TOKENS})")
+    sampling.add_argument(
+        "--max-tokens", type=positive, metavar="N", help=f"most tokens of an answer (default {MAX_TOKENS})"
+    )
     sampling.add_argument("--temperature", type=number(float, 0), metavar="X", help="0 is greedy")
     sampling.add_argument("--top-p", type=number(float, 0, 1, above=True), metavar="X", help="1 is off")
     sampling.add_argument("--top-k", type=number(int, 0, largest), metavar="N", help="0 is off")
     sampling.add_argument("--seed", type=int, default=0, help="the same seed draws the same tokens (default 0)")
     sampling.add_argument("--stop", nargs="+", action="extend", default=[], metavar="TEXT",
-                          help="ends before the first of these strings")  # fmt: skip
+                          help="an answer ends before the first of these strings")  # fmt: skip
     parser.add_argument(
-        "--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of weights and compute"
+        "--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="dtype of weights and compute"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON line at the end instead of the text")
     options = parser.parse_args(arguments)
@@ -239,7 +250,7 @@ def not_applied(folder: pathlib.Path) -> str:
     """One line that names the fields of generation_config.json that the engine leaves out; "" if there are none."""
     said = read_json(folder / FILE)
     wanted = [f"{name}={said[name]}" for name, off in UNKNOWN_TO_ENGINE.items() if said.get(name) not in (None, off)]
-    return f"{folder / FILE}: the engine can't do this, so it is not applied: {', '.join(wanted)}" if wanted else ""
+    return f"{folder / FILE}: the engine does not support {', '.join(wanted)}, and leaves this out" if wanted else ""
 
 
 def _max_tokens(options: argparse.Namespace, prompt_tokens: int) -> int:

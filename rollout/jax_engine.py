@@ -90,9 +90,13 @@ class JaxEngine:
     ) -> None:
         sizes = {"slots": slots, "max_sequence_tokens": max_sequence_tokens}
         if min(sizes.values()) < 1 or steps_per_sync < 0:
-            raise EngineError(f"all of these must be positive: {sizes}; steps_per_sync={steps_per_sync} may be 0")
+            raise EngineError(
+                f"all of these must be positive: {sizes}; steps_per_sync={steps_per_sync} must not be negative"
+            )
         if kv_tokens < 0 or not 0 < kv_fraction <= 1:
-            raise EngineError(f"kv_tokens={kv_tokens} must not be negative, kv_fraction={kv_fraction} be in (0, 1]")
+            raise EngineError(
+                f"kv_tokens={kv_tokens} must not be negative, and kv_fraction={kv_fraction} must be in (0, 1]"
+            )
         layout = EngineLayout.of(devices)
         self._limits = EngineLimits.of(
             model.config,

@@ -65,8 +65,12 @@ def number(
 
 def add_network_flags(parser: argparse.ArgumentParser) -> None:
     network = parser.add_argument_group("network")
-    network.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default 127.0.0.1)")
-    network.add_argument("--port", type=number(int, 0, 65535), default=0, metavar="N", help="default: any free one")
+    network.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)"
+    )
+    network.add_argument(
+        "--port", type=number(int, 0, 65535), default=0, metavar="N", help="port to listen on (default: any free one)"
+    )
     network.add_argument("--token", default=os.environ.get(TOKEN, ""), metavar="TEXT",
                          help="clients must send `Authorization: Bearer TEXT` to all routes but /health; needed "
                          f"beyond loopback addresses (default: {TOKEN} of the environment)")  # fmt: skip

@@ -85,7 +85,7 @@ class EngineLimits:
 def checked(request: Any, limits: EngineLimits) -> GenerateRequest:
     """The request in plain types. Raises EngineError, one line naming the field, for a request that can't be served."""
     if not isinstance(request, GenerateRequest):
-        raise EngineError(f"a GenerateRequest is wanted, not {_shown(request)}")
+        raise EngineError(f"the request must be a GenerateRequest, not {_shown(request)}")
     if not isinstance(request.rid, str):
         raise EngineError(f"the rid of a request must be a string, not {_shown(request.rid)}")
     try:
@@ -184,16 +184,21 @@ def _vision(vision: Any, config: VisionConfig, shadows: bool) -> VisionInput:
     if not isinstance(vision, VisionInput):
         raise ValueError(f"prompt.vision must be a VisionInput, not {_shown(vision)}")
     if vision.route is not None:
-        raise ValueError("prompt.vision has a route between devices; an engine takes prompts as they were prepared")
+        raise ValueError(
+            "prompt.vision.route must be None: an engine takes prompts before media are routed between devices"
+        )
     patches_PX = _patches(vision.patches_PX, config.patch_values, shadows)
     P = len(patches_PX)
     if not P or P % config.merge_unit:
-        raise ValueError(f"prompt.vision has {P} patches; {config.merge_unit} of them make a feature")
+        raise ValueError(
+            f"prompt.vision has {P} patches; the number must be a multiple of {config.merge_unit}, the patches of a "
+            "feature"
+        )
     frames_P = _integers("prompt.vision.frame_segments_P", vision.frame_segments_P, (P,), 0, P)
     bound = as_integer("prompt.vision.frame_bound", vision.frame_bound, 0)
     longest = int(np.bincount(frames_P)[1:].max(initial=0))
     if 0 < bound < longest:
-        raise ValueError(f"prompt.vision.frame_bound={bound}, but a frame pair has {longest} patches")
+        raise ValueError(f"prompt.vision.frame_bound={bound} is too small: a frame pair has {longest} patches")
     return VisionInput(
         patches_PX,
         _integers("prompt.vision.positions_P2", vision.positions_P2, (P, 2)),
@@ -208,10 +213,10 @@ def _patches(patches_PX: Any, values: int, shadows: bool) -> np.ndarray | Shadow
     name = "prompt.vision.patches_PX"
     if isinstance(patches_PX, ShadowTensor):
         if not shadows:
-            raise ValueError(f"{name} is elsewhere ({patches_PX!r}), and this engine was made without `fetch`")
+            raise ValueError(f"{name} is a shadow tensor ({patches_PX!r}), but this engine was made without `fetch`")
         if patches_PX.ndim != 2 or patches_PX.shape[1] != values or patches_PX.dtype != np.float32:
             stands_for = f"{patches_PX.dtype} {patches_PX.shape}"
-            raise ValueError(f"{name} stands for {stands_for}; it must be float32 (P, {values})")
+            raise ValueError(f"{name} is a shadow tensor of {stands_for}; it must be float32 (P, {values})")
         return patches_PX
     array = _array(name, patches_PX, (None, values), jnp.floating).astype(np.float32, copy=False)
     if not np.isfinite(array).all():
@@ -258,7 +263,7 @@ def _ids(name: str, ids: Any) -> tuple[int, ...]:
 
 def _in_vocabulary(name: str, least: int, most: int, vocabulary: int) -> None:
     if not 0 <= least <= most < vocabulary:
-        raise ValueError(f"token ids {least} .. {most} of {name} leave the vocabulary of {vocabulary}")
+        raise ValueError(f"token ids {least} .. {most} of {name} are not all in the vocabulary of {vocabulary} tokens")
 
 
 def _array(name: str, value: Any, shape: tuple[int | None, ...], kind: Any) -> np.ndarray:

@@ -53,15 +53,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     engine, count = parser.add_argument_group("engine"), number(int, 1)
     engine.add_argument("--slots", type=count, default=256, metavar="N", help="samples that run at once (default 256)")
     engine.add_argument("--max-sequence-tokens", type=count, default=4096, metavar="N",
-                        help="of a prompt and its response, at most (default 4096)")  # fmt: skip
+                        help="most tokens of a prompt and its response (default 4096)")  # fmt: skip
     engine.add_argument("--kv-tokens", type=count, metavar="N",
-                        help="that the cache holds (default: as the memory allows)")  # fmt: skip
+                        help="tokens that the cache holds (default: as the memory allows)")  # fmt: skip
     engine.add_argument("--steps-per-sync", type=number(int, 0), default=0, metavar="N",
-                        help="tokens a sample in a round (default 0: 4 to 16 on CPUs, 4 to 64 elsewhere)")  # fmt: skip
+                        help="tokens of a sample in a round (default 0: 4 to 16 on CPUs, 4 to 64 elsewhere)")  # fmt: skip
     engine.add_argument("--tp", type=count, default=1, metavar="N",
                         help="devices that compute together: 1, 2, 4, ... (default 1)")  # fmt: skip
     engine.add_argument("--dtype", choices=["float32", "bfloat16"],
-                        help="of weights and compute (default: as the checkpoint's embedding)")  # fmt: skip
+                        help="dtype of weights and compute (default: as the checkpoint's embedding)")  # fmt: skip
     options = parser.parse_args(arguments)
     check_network_flags(parser, options)
     return options
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
         processor = Processor.load(folder)
         devices = jax.local_devices()
         if options.tp > len(devices):
-            raise ValueError(f"--tp {options.tp}: there are {len(devices)} devices")
+            raise ValueError(f"--tp {options.tp}: there are only {len(devices)} devices")
         model = models.load(folder, options.dtype)
         dtype = models.split(model)[1]["embedding"]["table"].dtype
         engine = JaxEngine(

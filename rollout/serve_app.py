@@ -157,7 +157,7 @@ class RolloutServer:
     async def _release_memory(self, request: Request) -> Response:
         tags = read_json_object(await request.body() or b"{}").get("tags") or list(MEMORY)
         if not isinstance(tags, list) or not set(map(str, tags)) <= MEMORY:
-            raise BadRequest(f"tags must be of {', '.join(sorted(MEMORY))}")
+            raise BadRequest(f"tags must be among {', '.join(sorted(MEMORY))}")
         await self._engine.sleep(weights="weights" in tags)
         return JSONResponse(None)
 
@@ -228,7 +228,7 @@ class _EngineMetrics(Collector):
             (GaugeMetricFamily, "weight_version", stats.version, "The version of the weights that are served."),
             (CounterMetricFamily, "tokens", stats.tokens_generated, "Tokens that were generated."),
             (CounterMetricFamily, "prefilled_tokens", stats.tokens_prefilled, "Tokens of prompts that were computed."),
-            (CounterMetricFamily, "preemptions", stats.preemptions, "Samples that lost their cache to others."),
+            (CounterMetricFamily, "preemptions", stats.preemptions, "Samples that lost their cache to other samples."),
         ):
             yield family(f"fluxjax_serve_{name}", text, value)
 

@@ -52,7 +52,7 @@ class Guarded:
         if self._stopping():
             refusal = error_response("the server is shutting down", 503)
         elif self._wanted and not open_to_all and not hmac.compare_digest(given, self._wanted):
-            refusal = error_response("Authorization: Bearer TOKEN is wanted, with the token of this server", 401)
+            refusal = error_response("Authorization must be Bearer TOKEN, with the token of this server", 401)
             refusal.headers["connection"] = "close"
         elif length.isdigit() and int(length) > self._most:
             refusal = error_response(f"a request has at most {self._most} bytes, not {length.decode()}", 413)

@@ -103,7 +103,7 @@ def _column(content: Json, name: str, n: int, batch: bool) -> Sequence[Any]:
 def _media(field: str, value: Any) -> Json:
     entries = value if isinstance(value, list) else [value]
     if len(entries) != 1:
-        raise BadRequest(f"{field}: one entry in our format has all media of a sample")
+        raise BadRequest(f"{field} must have one entry for each sample, with all media of the sample")
     return our_media(field, entries[0])
 
 
@@ -113,7 +113,7 @@ def _refuse_wishes(where: str, fields: Json, read: Container[str]) -> None:
         nothing = NOTHING.get(name, False)
         wishes = [wish for wish in (value if isinstance(value, list) else [value]) if wish is not None]
         if name not in read and any(wish != nothing and (wish or nothing) for wish in wishes):
-            raise BadRequest(f"{where}{name[:99]} is not known here: only null and {json.dumps(nothing)} are possible")
+            raise BadRequest(f"{where}{name[:99]} is not supported: only null and {json.dumps(nothing)} are possible")
 
 
 def _sample(place: int, ids: Any, given: Json, seed: int, vocabulary: int, eos_ids: tuple[int, ...]) -> BodySample:
@@ -167,8 +167,8 @@ def requests_of(
     for field, media in (pair for sample in body.samples for pair in sample.media.items()):
         if is_shadow(media.get("patches")) and not shadows:
             raise BadRequest(
-                f"{field}: tickets in the place of patches, which this server can't fetch: it was made without "
-                "`fetch`; send the pixels"
+                f"{field} has tickets in the place of patches, but this server was made without `fetch`; send the "
+                "pixels"
             )
         if "patches" in media:
             sent[media["key"]] = media

@@ -154,7 +154,9 @@ class WeightRoutes:
     async def _check(self, request: Request) -> Response:
         action = read_json_object(await request.body()).get("action", "checksum")
         if action != "checksum":
-            return AsciiJSON({"success": False, "message": f"action {action!r} is not known; there is checksum"}, 400)
+            return AsciiJSON(
+                {"success": False, "message": f"action {action!r} is not known; the only action is checksum"}, 400
+            )
         async with self._lock:
             tensors = await self._engine.disk_tensors()
             checksums = await asyncio.to_thread(lambda: {name: sha256([tensor]) for name, tensor in tensors})

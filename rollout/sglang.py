@@ -149,7 +149,7 @@ class ServerClient:
         """The number of processes that divide the model between them."""
         size = (await self._info("/server_info")).get("tp_size")
         if type(size) is not int or size < 1:
-            raise ServerError(f"{self.address}/server_info: says tp_size {size!r}")
+            raise ServerError(f"{self.address}/server_info: tp_size is {size!r}, not a positive number")
         return size
 
     async def check_release(self, model_type: str) -> None:
@@ -183,7 +183,7 @@ class ServerClient:
             first, *further = answer["loads"]
             return {name: float(sum(load.get(key) or 0 for load in (first, *further))) for name, key in keys.items()}
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise ServerError(f"{self.address}/v1/loads: says no loads: {str(answer)[:200]}") from None
+            raise ServerError(f"{self.address}/v1/loads: the answer has no loads: {str(answer)[:200]}") from None
 
     async def ask(self, route: str, body: Json | None = None) -> Any:
         """The answer of a route; a server without this route refuses the request. `body` is sent as JSON."""
@@ -294,7 +294,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Json]:
             try:
                 event = json.loads(line.removeprefix(b"data: "))
                 if not isinstance(event, dict):
-                    raise ValueError("no object")
+                    raise ValueError("not an object")
             except (ValueError, RecursionError) as error:
                 raise ServerError(f"{response.url}: an event that is not JSON ({error}): {line[:100]!r}") from None
             yield event
@@ -325,12 +325,12 @@ class _StreamReader:
             raise kind(f"{self._address}/generate: {message}")
         index = event.get("index", 0)
         if type(index) is not int or not 0 <= index < len(self._replies):
-            raise self._wrong(f"index {index!r} of {len(self._replies)} samples")
+            raise self._wrong(f"index {index!r}, but the request has {len(self._replies)} samples")
         reply, meta = self._replies[index], event.get("meta_info")
         if not isinstance(meta, dict) or meta.get("id") != reply.rid:
-            raise self._wrong(f"an answer to {meta.get('id') if isinstance(meta, dict) else meta!r}, not {reply.rid}")
+            raise self._wrong(f"for {meta.get('id') if isinstance(meta, dict) else meta!r}, not for {reply.rid}")
         if reply.finish is not None:
-            raise self._wrong(f"sample {reply.rid} ended twice")
+            raise self._wrong(f"a second end of sample {reply.rid}")
         self._tokens(reply, event.get("output_ids"), meta, self._most[index])
         return self._end_or_not(index, reply, meta)
 
@@ -340,22 +340,23 @@ class _StreamReader:
             raise self._wrong(f"no output_ids or no output_token_logprobs for {reply.rid}")
         if not len(ids) == len(logprobs) == meta.get("completion_tokens"):
             raise self._wrong(
-                f"{len(ids)} ids, {len(logprobs)} log-probs, {meta.get('completion_tokens')} tokens for {reply.rid}"
+                f"{len(ids)} ids, {len(logprobs)} log-probs and {meta.get('completion_tokens')} completion_tokens for "
+                f"{reply.rid}; the three must be equal"
             )
         if ids[:had] != reply.ids:
-            raise self._wrong(f"tokens of {reply.rid} that were others before")
+            raise self._wrong(f"other first tokens for {reply.rid} than before")
         if len(ids) > most:
-            raise self._wrong(f"{len(ids)} tokens for {reply.rid}, which may have {most}")
+            raise self._wrong(f"{len(ids)} tokens for {reply.rid}, which may have at most {most}")
         for id, entry in zip(ids[had:], logprobs[had:], strict=True):
             if type(id) is not int or not 0 <= id < self._vocabulary:
-                raise self._wrong(f"token {id!r} of a vocabulary of {self._vocabulary}")
+                raise self._wrong(f"token {id!r}, which is not in the vocabulary of {self._vocabulary}")
             if id in self._forbidden:
                 raise self._wrong(f"token {id}, which was forbidden")
             if reply.ids and reply.ids[-1] in self._stop_ids:
                 raise self._wrong(f"token {id} behind the stop token {reply.ids[-1]}")
             value = entry[0] if isinstance(entry, list) and len(entry) > 1 and entry[1] == id else None
             if not isinstance(value, int | float) or not LEAST_LOGPROB < value <= 1e-3:  # refuses NaN, too
-                raise self._wrong(f"a log-prob {entry!r} of token {id}"[:200])
+                raise self._wrong(f"an impossible log-prob {entry!r} for token {id}"[:200])
             reply.ids.append(id)
             reply.logprobs.append(float(value))
 
@@ -368,20 +369,22 @@ class _StreamReader:
             return None
         kind = finish.get("type") if isinstance(finish, dict) else None
         if kind not in _REASONS:
-            raise self._wrong(f"a finish reason {finish!r}")
+            raise self._wrong(f"an unknown finish reason {finish!r}")
         if kind == "abort" and finish.get("status_code"):  # a fault of the server, not our `abort`
             raise self._wrong(f"an abort with status {finish['status_code']}: {finish.get('message')}")
         if kind == "stop" and not self._stopped(reply):
             raise self._wrong(
-                f"an end at token {reply.ids[-1] if reply.ids else None} of its own accord (its checkpoint's "
-                f"generation_config.json?); stop_ids are {sorted(self._stop_ids)}"
+                f"an end at token {reply.ids[-1] if reply.ids else None}, which is not among the request's stop_ids "
+                f"{sorted(self._stop_ids)} (perhaps among those of the checkpoint's generation_config.json)"
             )
         if kind == "length" and len(reply.ids) != self._most[index]:
             raise self._wrong(f"an end by length at {len(reply.ids)} tokens for {reply.rid}, not {self._most[index]}")
         known = len(reply.versions)
         versions = self._versions(meta.get("weight_versions"), len(reply.ids))
         if versions[:known] != reply.versions:
-            raise self._wrong(f"versions {versions[:known]} of {reply.rid} that were {reply.versions} before")
+            raise self._wrong(
+                f"versions {versions[:known]} for the first tokens of {reply.rid}, which were {reply.versions} before"
+            )
         reply.versions = versions
         retractions = meta.get("num_retractions")
         reply.preemptions = retractions if type(retractions) is int else 0
@@ -401,7 +404,7 @@ class _StreamReader:
         except (TypeError, KeyError, ValueError):
             raise self._wrong(f"weight_versions {spans!r}") from None
         if len(versions) != tokens or sorted(versions) != versions:
-            raise self._wrong(f"weight_versions {spans!r} for {tokens} tokens")
+            raise self._wrong(f"weight_versions {spans!r}, which do not cover {tokens} tokens with growing versions")
         return versions
 
     def end(self) -> None:

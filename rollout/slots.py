@@ -60,7 +60,7 @@ class PagePool:
     def take(self, count: int) -> list[int]:
         """Takes free pages for their first holder. Raises ValueError if there are too few."""
         if count > len(self._free):
-            raise ValueError(f"{count} pages are wanted, {len(self._free)} of {self.total} are free")
+            raise ValueError(f"{count} pages are needed, but only {len(self._free)} of {self.total} are free")
         pages = [heapq.heappop(self._free) for _ in range(count)]
         for page in pages:
             self.holders[page] = 1
@@ -76,7 +76,7 @@ class PagePool:
     def release(self, pages: Sequence[int]) -> None:
         """Removes a holder from each of these pages; pages without a holder are free."""
         for page in pages:
-            assert self.holders[page] > 0, "a page is let go by one who does not hold it"
+            assert self.holders[page] > 0, "a page that nobody holds can't be released"
             self.holders[page] -= 1
             if not self.holders[page]:
                 heapq.heappush(self._free, page)

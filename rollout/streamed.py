@@ -61,7 +61,7 @@ class DeviceSpeed:
 
     def __post_init__(self) -> None:
         if not all(0 < value < math.inf for value in dataclasses.astuple(self)):
-            raise EngineError(f"a pace needs positive, finite numbers: {self}")
+            raise EngineError(f"all numbers of a pace must be positive and finite: {self}")
 
     def compute_seconds(self, text: TextConfig, rows: int, tokens: int, context: int, layer_bytes: int) -> float:
         """The seconds of one layer over `rows` rows of `tokens` tokens. A token sees half of its row and all `context`
@@ -99,7 +99,7 @@ class StreamedModel:
         self.device = device or jax.local_devices()[0]
         self.text = model.config.text
         if resident is not None and not 0 <= resident <= self.text.num_layers:
-            raise EngineError(f"resident={resident}: the model has {self.text.num_layers} layers")
+            raise EngineError(f"resident={resident} must be 0 to {self.text.num_layers}, the number of layers")
         if batch_tokens < 1:
             raise EngineError(f"batch_tokens must be positive, got {batch_tokens}")
         if not any(memory.kind == HOST_MEMORY for memory in self.device.addressable_memories()):

@@ -94,5 +94,5 @@ def sizes(text: TextConfig) -> dict[str, int]:
 def _point(read: JsonObject) -> Point:
     numbers = [read[field.name] for field in dataclasses.fields(Point)]
     if not min(numbers) > 0:
-        raise ValueError(f"{read} must be positive throughout")
+        raise ValueError(f"all numbers of {read} must be positive")
     return Point(*numbers)

@@ -193,7 +193,7 @@ def our_media(field: str, entry: Any) -> Json:
     except ValueError as error:
         raise BadRequest(f"media: {error}") from None
     if not isinstance(media, dict) or not isinstance(media.get("key"), str):
-        raise BadRequest("media: an object with a key is wanted")
+        raise BadRequest("media must be an object with a key")
     return media
 
 
@@ -233,7 +233,7 @@ def patches_of(name: str, value: Any) -> np.ndarray | ShadowTensor:
             raise ValueError(f"an array among the rows is not [P, {shape[1]}]")
         tensor = ShadowTensor(pieces, shape[1:], np.dtype(dtype))
         if tensor.shape != shape:
-            raise ValueError(f"the rows are {len(tensor)}, the shape says {shape[0]}")
+            raise ValueError(f"there are {len(tensor)} rows, but the shape says {shape[0]}")
     except (TypeError, KeyError, ValueError) as error:
         raise error if isinstance(error, BadRequest) else BadRequest(f"{name}.{SHADOW}: {error!r}") from None
     return tensor
@@ -282,11 +282,14 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
         places = np.flatnonzero(ids_T == getattr(config, FIELDS[field]))
         sizes = grids.astype(np.int64).prod(axis=1)
         if not ((grids > 0) & (grids < MOST_GRID)).all() or (sizes % unit).any():
-            raise BadRequest(f"{field}.grid_thw must have sides of 1 to {MOST_GRID - 1}, {unit} patches to a token")
+            raise BadRequest(
+                f"{field}.grid_thw must have sides of 1 to {MOST_GRID - 1}, and for each medium a multiple of {unit} "
+                "patches"
+            )
         if sizes.sum() != len(patches) or len(places) * unit != len(patches):
             raise BadRequest(
-                f"{field}: {len(patches)} patches, grids of {int(sizes.sum())}, and {len(places)} placeholder tokens "
-                f"of {unit} patches each; all must be as many"
+                f"{field}: {len(patches)} patches, grids of {int(sizes.sum())} patches, and {len(places)} placeholder "
+                f"tokens of {unit} patches each; the three must have the same number of patches"
             )
         if layout.timed:  # tokens of times separate the frame pairs of a video
             grids = np.repeat(grids, grids[:, 0], axis=0)
@@ -296,7 +299,10 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
         for start, end, grid in zip(ends - sizes, ends, grids.tolist(), strict=True):
             shown = places[start // unit : end // unit]
             if shown[-1] - shown[0] >= len(shown):
-                raise BadRequest(f"{field}: the placeholder tokens of a medium of {len(shown)} don't stand together")
+                raise BadRequest(
+                    f"{field}: the {len(shown)} placeholder tokens of a medium must follow each other without other "
+                    "tokens between them"
+                )
             runs.append((int(shown[0]), patches[start:end], tuple(grid)))
     runs.sort(key=lambda run: run[0])
     try:
@@ -324,7 +330,7 @@ def sampling_of(params: Json, begun: int) -> SamplingParams:
     `requests.checked_sampling` checks the values."""
     bias = params.get("logit_bias") or {}
     if not isinstance(bias, dict) or not all(id.isdecimal() and len(id) < 10 for id in bias):
-        raise ValueError("logit_bias must have a value for each of some token ids")
+        raise ValueError("logit_bias must be an object with a value for each of its token ids")
     if not all(isinstance(value, int | float) and value <= NEVER / 10 for value in bias.values()):
         raise ValueError(f"logit_bias: only {NEVER:g} is possible, which forbids a token")
     stop, top_k = params.get("stop_token_ids") or [], as_integer("top_k", params.get("top_k", -1))

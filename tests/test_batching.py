@@ -279,7 +279,7 @@ def test_contradictions_are_refused():
     with pytest.raises(ValueError, match="nothing to train on"):
         compose(empty, prepared_empty, make_config())
     composition = compose(groups, prepared, make_config(), vision=MODEL.vision)
-    with pytest.raises(ValueError, match="arrays of shapes"):
+    with pytest.raises(ValueError, match="the arrays have the shapes"):
         unpack(composition, [np.zeros((1, 1))])
 
 

@@ -150,7 +150,10 @@ def test_settings_that_may_be_unread_exist_and_are_named_once_each():
         ("config.zzz = 1", "Config has no field 'zzz'; it has name, seed, "),
         ("config.model.tiny['layers'] = 1", "model.tiny has no field 'layers'; it has architecture, hidden_size, "),
         ("config.model.tiny['num_layers'] = 1.5", "model.tiny.num_layers is 1.5; it must be of type int"),
-        ("config.data.sources['digits'].columns['image'] = 'x'", "columns is {'image': 'x'}; it must name prompt, "),
+        (
+            "config.data.sources['digits'].columns['image'] = 'x'",
+            "columns is {'image': 'x'}; it must have only the keys prompt, ",
+        ),
         ("config.steps = '5'", "steps is '5'; it must be of type int"),
         ("config.optim.lr = True", "optim.lr is True; it must be a finite number"),
         ("config.data.sources['a'] = 'x.jsonl'", "data.sources.a must be a SourceConfig, not 'x.jsonl'"),
@@ -167,7 +170,9 @@ def test_mistakes_in_a_configuration_file(tmp_path, line, expected):
         cli.load([f"--config={file}"])
 
 
-NO_CHOICE = r"the saved configuration has (sharding\.strategy|policy): .* is no choice of this version's: "
+NO_CHOICE = (
+    r"the saved configuration has (sharding\.strategy|policy): .*, which is not among the choices of this version: "
+)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +269,9 @@ def test_a_settled_configuration_refuses_changes_and_its_copies_do_not(copied):
     for section in settled:
         for field in dataclasses.fields(section):
             value = getattr(section, field.name)
-            with pytest.raises(ConfigError, match=f"^{field.name}: a trainer's configuration is settled"):
+            with pytest.raises(
+                ConfigError, match=f"^{field.name}: the configuration of a FluxTrainer can't be changed"
+            ):
                 setattr(section, field.name, None)
             assert getattr(section, field.name) is value
         free = copied(section)
@@ -290,7 +297,7 @@ def test_help_has_words_for_every_setting_and_filters():
         assert not line.startswith("  --config.") or re.search(r"=\S*(, \S*)*  +\S|: \S", line), line
     found = help_text("", config, "warmup")
     assert "--config.optim.warmup_steps=" in found and "--config.steps" not in found
-    assert help_text("", config, "xyzzy") == "no setting has 'xyzzy' in its name or its words"
+    assert help_text("", config, "xyzzy") == "no setting has 'xyzzy' in its name or its help text"
     with_values = help_text("", config)
     assert "--config.steps=200" in with_values and "--config.model.tiny.architecture=qwen2" in with_values
 

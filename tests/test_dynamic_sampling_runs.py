@@ -48,7 +48,7 @@ def test_a_broken_reward_ends_the_run_in_one_line(policy, rule, tmp_path, capsys
     assert main(configuration(tmp_path, policy, rollout__max_num_gen_batches=3)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     said = "error: dynamic sampling dropped 9 groups of equal rewards (rollout.dynamic_sampling is correct)"
-    assert line.startswith(said) and "for step 1, which needs 4 others" in line
+    assert line.startswith(said) and "for step 1, which needs 4 groups of different rewards" in line
     assert "source 'reverse', reward own_rule:score, has 0 (9)" in line and "rollout.max_num_gen_batches" in line
 
 

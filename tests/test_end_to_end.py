@@ -229,7 +229,7 @@ def test_fit_changes_the_length_of_the_run_and_not_the_configuration(data, tmp_p
         config = trainer.config
         held = [(config, "steps"), (config.checkpoint, "every"), (config.data.sources["reverse"], "weight")]
         for section, name in held:
-            with pytest.raises(ConfigError, match=f"^{name}: a trainer's configuration is settled"):
+            with pytest.raises(ConfigError, match=f"^{name}: the configuration of a FluxTrainer can't be changed"):
                 setattr(section, name, 1)
         trainer.fit(num_steps=1, checkpoint_interval=1)
         with pytest.raises(ConfigError, match="steps is 0"):

@@ -73,7 +73,7 @@ def test_batches_share_memory_with_patches():
     back = patches_of(batch.slice(1), 12)
     np.testing.assert_array_equal(back, patches[3:5])
     assert np.shares_memory(back, patches)
-    with pytest.raises(ValueError, match="not as patches of 15 bytes"):
+    with pytest.raises(ValueError, match="not of patches of 15 bytes"):
         patches_of(batch, 15)
 
 
@@ -151,7 +151,7 @@ def test_wrong_flags_are_one_line(flags, token, message):
 def test_an_answer_of_another_release_is_refused(place, monkeypatch):
     monkeypatch.setattr("fluxjax.data.flight_client.PROTOCOL", 3)
     monkeypatch.setattr(FlightServer, "_greet", lambda self, question: {"protocol": 1})
-    with pytest.raises(PlaceRefuses, match="speaks protocol 1 and takes the settings for None, not 3 and"):
+    with pytest.raises(PlaceRefuses, match="has protocol 1 and reads the media settings as None, this run has 3 and"):
         place.greet(30.0)
 
 
@@ -160,10 +160,10 @@ def test_an_answer_of_another_release_is_refused(place, monkeypatch):
     [
         ("look", b"x" * (flight_wire.MOST_REQUEST + 1), "a question has at most 4194304 bytes, not 4194305"),
         ("look", b'{"ref": ["film", "a", "b", "c"]}', "is no medium"),
-        ("look", b'{"ref": ["image", "a", "b", "c"]}', "are no media settings"),
-        ("settings", b"[]", "is no JSON object"),
-        ("settings", b"\xff", "is no JSON"),
-        ("settings", b'{"protocol": 2, "settings": {"layout": 3}}', "are no media settings of this release"),
+        ("look", b'{"ref": ["image", "a", "b", "c"]}', "the media settings of the question are not settings"),
+        ("settings", b"[]", "is not a JSON object"),
+        ("settings", b"\xff", "is not JSON"),
+        ("settings", b'{"protocol": 2, "settings": {"layout": 3}}', "are not settings of this release"),
         ("delete", b"", "there is no action 'delete'"),
     ],
 )
@@ -188,18 +188,18 @@ def test_ranges_that_are_none_are_refused(served, place, tmp_path):
 
     cases = [
         (b"x" * (flight_wire.MOST_REQUEST + 1), "a question has at most"),
-        (b"{}", "is no list of ranges"),
+        (b"{}", "has no list of ranges"),
         (asked([]), "has 1 to 64 ranges, not 0"),
         (asked([[word, 0, 1]] * 65), "has 1 to 64 ranges, not 65"),
-        (asked([[word, 1, 1]]), "is no range"),
-        (asked([[word, -1, 1]]), "is no range"),
-        (asked([[word, 0, True]]), "is no range"),
+        (asked([[word, 1, 1]]), "are no range"),
+        (asked([[word, -1, 1]]), "are no range"),
+        (asked([[word, 0, True]]), "are no range"),
         (asked([["ticket", 0, 1]]), "is no ticket"),
         (asked([[words, 0, 1]]), "^question: "),
-        (asked([[word, 0, count + 1]]), f"rows 0 to {count + 1} were asked for of {count}"),
+        (asked([[word, 0, count + 1]]), f"rows 0 to {count + 1} were asked for, but the medium has {count}"),
         (asked([[huge, 0, 2**16]]), "a range has at most 67108864 bytes"),
-        (asked([[other, 0, 1]]), "of other media settings"),
-        (asked([[word, 0, 1], [other, 0, 1]]), "of other media settings"),
+        (asked([[other, 0, 1]]), "has other media settings"),
+        (asked([[word, 0, 1], [other, 0, 1]]), "has other media settings"),
     ]
     client = flight.FlightClient(f"grpc://{served.address}")
     for body, message in cases:
@@ -227,9 +227,9 @@ def test_nobody_there_and_something_else_there_are_lost_places(tmp_path):
 
     with Other("grpc://127.0.0.1:0") as other:
         place = FlightPlace(f"127.0.0.1:{other.port}", SETTINGS)
-        with pytest.raises(PlaceLost, match="of another kind"):
+        with pytest.raises(PlaceLost, match="that can't be read"):
             place.greet(10.0)
-        with pytest.raises(PlaceLost, match="not as patches"):
+        with pytest.raises(PlaceLost, match="not of patches"):
             place.fetch([Rows("x", 0, 1)], 10.0)
         place.close()
 

@@ -135,7 +135,7 @@ def failed(commands, run_dir, arguments, launch, when, number, victim) -> str:
     text = (run_dir.parent / "run.log").read_text()
     assert status == 0, text[-4000:]
     how = {signal.SIGKILL: "was ended by SIGKILL", signal.SIGSTOP: "was stopped, or did not end with the others"}
-    assert f"process {victim} {how[number]}; all have ended" in text
+    assert f"process {victim} {how[number]}; all processes have ended" in text
     survivor = text if victim else (run_dir.parent / "run.process-1.log").read_text()
     told = [line for line in survivor.splitlines() if f"process {victim} (" in line and "is lost" in line]
     why = "it has not answered for 15 s" if number == signal.SIGSTOP else "its connection closed"
@@ -192,7 +192,7 @@ def test_a_process_that_does_not_come_is_waited_for_so_long(commands, missing, t
     command = alone(tmp_path, 1 - missing, free_port(), progress_timeout=2)
     run = subprocess.run(command, env=commands.env, capture_output=True, text=True, timeout=60)
     assert run.returncode == LOST
-    assert "has waited 2 s for the others" in run.stderr and "stack trace" not in run.stderr
+    assert "has waited 2 s for the other processes" in run.stderr and "stack trace" not in run.stderr
 
 
 @pytest.mark.long

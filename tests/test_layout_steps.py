@@ -132,5 +132,5 @@ def test_a_step_has_the_weights_of_the_formula(case, cfg):
 
 def test_a_token_from_the_future_is_refused():
     groups, prepared, _ = near_policy()
-    with pytest.raises(ValueError, match=r"weights 8, which are newer than those to train, 7"):
+    with pytest.raises(ValueError, match=r"version 8 of the weights, which is newer than version 7"):
         compose(groups, prepared, config_for(TOKEN, tokens_per_row=128), version=7)

@@ -285,6 +285,6 @@ def test_what_the_estimators_are_on_average():
 
 def test_advantages_of_a_whole_step_are_not_streamed():
     config = cli.load(["--config.algorithm.name=reinforce_plus_plus", "--config.speculative_sync=0.5"])
-    with pytest.raises(ConfigError, match=r"speculative_sync .* = reinforce_plus_plus depend on all of it"):
+    with pytest.raises(ConfigError, match=r"speculative_sync .* = reinforce_plus_plus depend on all responses"):
         check_algorithm(config, ALGORITHMS["reinforce_plus_plus"])
     check_algorithm(config, RLAlgorithm())

@@ -166,13 +166,13 @@ def test_a_prompt_that_is_not_here_is_named():
     groups, prepared = random_groups(3)
     composer, inputs = Composer(make_config(64, 2), 1, MODEL.vision), {d: one.inputs for d, one in prepared.items()}
     share = composer.outline(groups, prepared)
-    with pytest.raises(OrderError, match="draw 100 can't be prepared here"):
+    with pytest.raises(OrderError, match="draw 100 can't be prepared in this process"):
         heard(share, {draw: some for draw, some in inputs.items() if draw != 100})
     cut, responses = told(share)
     cut["groups"][0] = cut["groups"][0][:3]
-    with pytest.raises(OrderError, match="rows that can't be read"):
+    with pytest.raises(OrderError, match="the rows of an order can't be read"):
         shares_of(Learn(1, [cut], responses), lambda draws: {draw: inputs[draw] for draw in draws})
-    with pytest.raises(OrderError, match="1 bytes more than the responses"):
+    with pytest.raises(OrderError, match="1 bytes after its last response"):
         rows, responses = told(share)
         shares_of(Learn(1, [rows], [*responses, b"x"]), lambda _: inputs)
 

@@ -62,10 +62,10 @@ def test_a_module_with_the_two_functions_is_an_algorithm():
     ("cfg", "expected"),
     [
         ("grop", r"algorithm.name is 'grop'; it must be one of grpo, .*or module:attribute; did you mean grpo\?"),
-        ("sft", "algorithm.name is sft; it serves the warm start"),
+        ("sft", "algorithm.name is sft, which only serves the warm start"),
         (":Mine", "it must be one of"),
         ("my_algorithms:Mine2", "has no 'Mine2'; it has .*Mine"),
-        ("my_algorithms:Strict", r"Strict\(\) raised TypeError.*name an object of it instead"),
+        ("my_algorithms:Strict", r"Strict\(\) raised TypeError.*name an object of the class instead"),
         ("my_algorithms:Half", r"an algorithm without token_loss\(\)"),
         ("my_algorithms:number", r"algorithm.name=my_algorithms:number is an algorithm without advantages\(\): 3"),
         ("my_broken:Mine", "importing 'my_broken' raised ModuleNotFoundError"),

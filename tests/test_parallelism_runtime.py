@@ -102,7 +102,7 @@ def test_the_books_refuse_a_change_while_something_runs():
     coordinator = run.coordinator
     coordinator.fleet.publish(0, range(4))
     coordinator._commit(SetParallelism(2))
-    with pytest.raises(CoordinatorError, match="something is under way"):
+    with pytest.raises(CoordinatorError, match="requests or instructions are under way"):
         coordinator._commit(SetParallelism(4))
 
 
@@ -172,10 +172,10 @@ def test_devices_are_dealt_to_engines(tmp_path):
     assert [engine.devices for engine in pool.engines] == [tuple(devices[i : i + 2]) for i in (0, 2, 4)]
     assert [len(deal(pool.devices, degree)) for degree in (1, 2, 4)] == [6, 3, 1], "two of six make no engine of four"
     config.rollout.engines = 5
-    with pytest.raises(ConfigError, match=r"need 10 devices, there are 8"):
+    with pytest.raises(ConfigError, match=r"need 10 devices, but there are 8"):
         EnginePool(config, model())
     asynchronous = configuration(tmp_path, policy="adaptive_async", parallelism__degree=2)
-    with pytest.raises(ConfigError, match=r"parallelism.degree is 2, but adaptive_async"):
+    with pytest.raises(ConfigError, match=r"parallelism.degree is 2, but policy=adaptive_async"):
         EnginePool(asynchronous, model())
 
 

@@ -19,7 +19,7 @@ def test_a_process_that_is_stuck_ends_both_by_name(tmp_path):
     with Processes("progress_process.py", tmp_path, [{}, {}], fault="stuck", limit=LIMIT) as run:
         assert all(status not in (0, None) for status in run.ends(60))
     assert time.monotonic() < began + 50
-    says = "process 1 (", "has not come on for 4 s, at step 1, media"
+    says = "process 1 (", "has made no progress for 4 s, at step 1, media"
     for process in range(2):
         lines = [line for line in run.errors(process).splitlines() if all(words in line for words in says)]
         assert len(lines) == 1, run.errors(process)

@@ -45,8 +45,8 @@ CANNOT_WORK = [
     ("algorithm.kl_in_reward=True", "algorithm.kl_in_reward needs algorithm.kl_coefficient above 0"),
     ("algorithm.name=distillation", "algorithm.reference must be the folder of its teacher"),
     ("algorithm.name=distillation algorithm.kl_coefficient=0", "its teacher needs algorithm.kl_coefficient above 0"),
-    ("algorithm.name=dpo algorithm.kl_coefficient=0", "its beta is algorithm.kl_coefficient, which must be above 0"),
-    ("algorithm.name=dpo algorithm.kl_in_reward=True", "algorithm.name is dpo; its beta is algorithm.kl_coefficient"),
+    ("algorithm.name=dpo algorithm.kl_coefficient=0", "set algorithm.kl_coefficient above 0"),
+    ("algorithm.name=dpo algorithm.kl_in_reward=True", "algorithm.name is dpo, whose beta is algorithm.kl_coefficient"),
     ("algorithm.importance.bounds=(1.5,2)", "algorithm.importance.bounds is (1.5, 2.0); it must be two numbers, in"),
     ("algorithm.importance.bounds=(0.5,1)", "in [0, 1) and (1, inf): a ratio of 1 counts"),
     ("algorithm.importance.decay=1.1", "algorithm.importance.decay is 1.1; it must be in (0, 1]"),
@@ -57,7 +57,7 @@ CANNOT_WORK = [
     ("replay.share=-0.1", "replay.share is -0.1; it must be in [0, 1)"),
     (
         "replay.share=0.5 policy=april policy.max_staleness=2",
-        "replay.max_age is 4, but policy.max_staleness is 2, and nothing older is trained on",
+        "replay.max_age is 4, but policy.max_staleness is 2, and older groups are not trained on",
     ),
     (
         "replay.share=0.5 policy=adaptive_async replay.max_age=5",
@@ -77,11 +77,14 @@ CANNOT_WORK = [
         "needs algorithm.importance.normalize off",
     ),
     # --- devices and processes ----------------------------------------------------------------------
-    ("sharding.remat=offload sharding.strategy=odc", "sharding.remat is offload, which odc can't; set it to layer"),
+    (
+        "sharding.remat=offload sharding.strategy=odc",
+        "sharding.remat is offload, which sharding.strategy=odc does not support",
+    ),
     (f"{PARALLEL}.degree=3", "parallelism.degree is 3; it must be a power of two"),
-    (f"{PARALLEL}.min_degree=2", "parallelism.degree is 1, parallelism.min_degree already 2"),
+    (f"{PARALLEL}.min_degree=2", "parallelism.degree is 1; it must be at least parallelism.min_degree (2)"),
     (f"{PARALLEL}.profile=p.json", "parallelism.profile needs parallelism.min_degree above 0"),
-    (f"{PARALLEL}.min_degree=1", "needs two devices"),
+    (f"{PARALLEL}.min_degree=1", "needs at least two devices"),
     ("policy=adaptive_async rollout.engines=2 parallelism.min_degree=1", "adaptive_async never has idle engines"),
     ("distributed.processes=2", "must be the host:port of process 0"),
     ("distributed.processes=2 distributed.coordinator=somewhere", "must be the host:port of process 0"),
@@ -101,20 +104,20 @@ SERVERS = [  # of rollout.engine=sglang
     ("servers.environment=('CUDA_VISIBLE_DEVICES',)", "an entry is like NAME=value"),
     ("rollout.engines=2", "rollout.engines is 2, but there are 1 servers"),
     ("rollout.engines=0 stream_trainer=True", "set servers.colocated, or rollout.engine to jax"),
-    ("servers.colocated=True servers.addresses=('http://10.0.0.1:1',)", "needs servers of this host"),
-    ("servers.colocated=True policy=adaptive_async", "servers.colocated has them sleep"),
-    ("servers.colocated=True speculative_sync=0.5", "servers.colocated has them sleep"),
-    ("parallelism.min_degree=1 servers.count=2", "in servers.flags: ('--tp-size', '{degree}')"),
+    ("servers.colocated=True servers.addresses=('http://10.0.0.1:1',)", "needs servers on this host"),
+    ("servers.colocated=True policy=adaptive_async", "servers.colocated has the servers sleep"),
+    ("servers.colocated=True speculative_sync=0.5", "servers.colocated has the servers sleep"),
+    ("parallelism.min_degree=1 servers.count=2", "add to servers.flags: ('--tp-size', '{degree}')"),
     (
         "parallelism.min_degree=1 servers.count=3 servers.flags=('--tp-size','{degree}') rollout.engines=2",
-        "rollout.engines is 2, but parallelism.min_degree above 0 has an engine a server (3)",
+        "rollout.engines is 2, but with parallelism.min_degree above 0 each of the 3 servers is an engine",
     ),
     ("weights.route=orbax", "set weights.folder"),
     ("weights.route=ipc rollout.engine=serve", "rollout.serve takes shm, bucket or orbax"),
-    ("weights.route=shm servers.addresses=('http://10.0.0.1:1',)", "is for servers of this host"),
+    ("weights.route=shm servers.addresses=('http://10.0.0.1:1',)", "reaches only servers on this host"),
     ("weights.agents=('http://a:1',)", "weights.agents has 1 addresses, servers.addresses 0"),
     ("weights.folder=/shared servers.addresses=('http://a:1',)", "run python -m rollout.weights.agent"),
-    ("parallelism.degree=2", "in servers.flags: ('--tp-size', '{degree}')"),
+    ("parallelism.degree=2", "add to servers.flags: ('--tp-size', '{degree}')"),
     ("rollout.engine=jax servers.count=2", "--config.servers.count needs rollout.engine serve or sglang, not jax"),
 ]
 
@@ -161,7 +164,7 @@ def test_a_setting_that_would_do_nothing_is_refused(settings, needs):
     with pytest.raises(ConfigError) as caught:
         cli.load(flags)
     assert str(caught.value).startswith(f"{flags[-1].partition('=')[0]} needs {needs}")
-    assert "; set the one or leave the" in str(caught.value) and "\n" not in str(caught.value)
+    assert "; set " in str(caught.value) and ", or leave " in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -186,11 +189,11 @@ def test_a_setting_that_is_read_is_taken(settings):
 
 
 NOT_THE_CHOICE = [  # settings of a choice that was not made; of earlier releases
-    ("policy.oversample=2", "synchronous has no oversample, april has: --config.policy=april"),
-    ("policy=adaptive_async policy.prompts=1.5", "adaptive_async has no prompts, tail_batching has"),
+    ("policy.oversample=2", "synchronous has no oversample, but april has it: --config.policy=april"),
+    ("policy=adaptive_async policy.prompts=1.5", "adaptive_async has no prompts, but tail_batching has it"),
     ("policy.max_staleness=1", "tail_batching and april and adaptive_async have"),
-    ("sharding.strategy.max_degree=2", "fsdp has no max_degree, ulysses and flex_ulysses and odc have"),
-    ("sharding.strategy=ulysses sharding.strategy.hybrid=True", "ulysses has no hybrid, odc has"),
+    ("sharding.strategy.max_degree=2", "fsdp has no max_degree, but ulysses and flex_ulysses and odc have it"),
+    ("sharding.strategy=ulysses sharding.strategy.hybrid=True", "ulysses has no hybrid, but odc has it"),
     *(
         (f"{old}=1", f"--config.{old}: no such field; did you mean --config.{now}?")
         for old, now in (

@@ -75,7 +75,7 @@ def test_servers_come_and_go_with_their_lines(tmp_path: pathlib.Path) -> None:
         ("127.0.0.1:2", "line 1 has '127.0.0.1:2'; an address is like http://"),
         ("http://[", "line 1 has 'http://['"),
         (f"{B} agent", "line 1 has 'agent'"),
-        (f"{B} {A} {C}", f"line 1 has '{C}' behind a server and its agent"),
+        (f"{B} {A} {C}", f"line 1 has '{C}' after the addresses of a server and its agent"),
         ("http://10.0.0.1:1", "is on another host"),
     ],
 )
@@ -84,7 +84,7 @@ def test_a_line_that_can_not_be_read_is_told_and_nobody_leaves(
 ) -> None:
     file, fleet = opened(tmp_path, {A: ""})
     (complaint,) = change(file, f"{line}\n{B}\n")
-    assert expected in complaint and "nobody leaves" in complaint
+    assert expected in complaint and "no server leaves the run" in complaint
     assert fleet.there == [A, B]
     assert change(file, f"{B}\n") == [] and fleet.there == [B]
 

@@ -61,7 +61,7 @@ def test_jax_is_not_there():
         ("kills itself", WorkerDied, "ended its process (signal 9)"),
         ("allocates", WorkerDied, "needs more than 0.25 GiB of memory"),
         ("recurses", WorkerError, "RecursionError: maximum recursion depth exceeded"),
-        ("returns an object", WorkerError, "returned what can't be sent: "),
+        ("returns an object", WorkerError, "returned a value that can't be sent: "),
     ],
 )
 def test_what_goes_wrong_is_said_and_the_next_call_goes_on(bad, how, error, text):

@@ -27,7 +27,9 @@ class GSPO(GRPO):
     ) -> LossAndMetrics:
         """Returns this file's loss, times the importance weight, with the terms of `regularised`. Metrics: `ratio`,
         s_i; `clip_fraction`, 1 if the bound cuts the gradient off; and the metrics of `regularised`."""
-        assert batch.policy_log_ratios_BT is not None, "filled in by fluxjax.learner.loss_inputs.with_policy_ratios"
+        assert batch.policy_log_ratios_BT is not None, (
+            "batch.policy_log_ratios_BT must be filled in by fluxjax.learner.loss_inputs.with_policy_ratios"
+        )
         trained_BT = batch.loss_weights_BT != 0.0
         _, weight_BT = correction(logprobs_BT, batch, cfg.importance)
         change_BT = masked(logprobs_BT - jax.lax.stop_gradient(logprobs_BT), trained_BT)  # 0, but its gradient is not

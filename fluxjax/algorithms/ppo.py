@@ -45,7 +45,9 @@ class PPO(GRPO):
 def value_loss(values_BT: TokenValues, batch: TrainBatch, value_clip: float = VALUE_CLIP) -> LossAndMetrics:
     """Returns the loss L_V (head of this file) of each token, 0 for tokens that are not trained on. The metrics of a
     token are `value`, which is V, and `clip_fraction`, which is 1 if the clip makes its gradient zero."""
-    assert batch.values_BT is not None and batch.returns_BT is not None, "filled in by fluxjax.learner.critic"
+    assert batch.values_BT is not None and batch.returns_BT is not None, (
+        "batch.values_BT and batch.returns_BT must be filled in by fluxjax.learner.critic"
+    )
     trained_BT = batch.loss_weights_BT != 0.0
     error_BT = masked(values_BT - batch.returns_BT, trained_BT)
     square_BT = jnp.square(error_BT)
@@ -65,7 +67,9 @@ def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: flo
     rewards, values = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
     lengths = np.asarray(lengths, np.int64)
     if not len(rewards) == len(values) == lengths.sum():
-        raise ValueError(f"{len(rewards)} rewards and {len(values)} values of {lengths.sum()} tokens")
+        raise ValueError(
+            f"{len(rewards)} rewards, {len(values)} values and {lengths.sum()} tokens; the three must be equal"
+        )
     ends = np.cumsum(lengths)
     advantages = np.zeros(len(values))
     following, value_after = np.zeros(len(lengths)), np.zeros(len(lengths))  # A and V of the next token, by response

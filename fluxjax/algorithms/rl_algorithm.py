@@ -78,7 +78,7 @@ def adapted(implementation: Any, field: str) -> RLAlgorithm:
         except Exception as error:  # whatever the user's constructor raises
             raise ConfigError(
                 f"{field}: {implementation.__name__}() raised {type(error).__name__}: {error}; a class is called "
-                "without arguments, so name an object of it instead"
+                "without arguments, so name an object of the class instead"
             ) from error
     required = (*_REQUIRED, "couple") if getattr(implementation, "coupled", False) else _REQUIRED
     for name in required:

@@ -16,7 +16,7 @@ from rollout.engine import Engine
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
-_STOPPING = "stopping after this step; once more to stop at once"
+_STOPPING = "stopping after this step; a second Ctrl-C (or SIGTERM) stops at once"
 
 
 def hear_signals(stops: list[Callable[[], None]], end: Callable[[int], None]) -> None:
@@ -101,7 +101,7 @@ async def not_silently_cancelled(work: Callable[..., Awaitable[None]], *args: ob
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and not task.cancelling():
-            raise RuntimeError(f"{work.__qualname__} was cancelled from inside") from error
+            raise RuntimeError(f"{work.__qualname__} cancelled itself") from error
         raise
 
 

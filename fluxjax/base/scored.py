@@ -184,7 +184,7 @@ def _packed(form: str, values: Sequence[int] | Sequence[float]) -> bytes:
     try:
         return struct.pack(form, *values)
     except (struct.error, OverflowError) as error:
-        raise ValueError(f"numbers of a response: {error}") from error
+        raise ValueError(f"numbers of a response can't be packed: {error}") from error
 
 
 class ResponseHead(NamedTuple):
@@ -206,7 +206,9 @@ def head_of(data: bytes | memoryview, start: int = 0) -> ResponseHead:
     except struct.error as error:
         raise ValueError(f"a response is cut off: {error}") from error
     if count < 0 or runs < 0 or width not in _TOKENS:
-        raise ValueError(f"no response has {count} tokens of {width} bytes and {runs} runs of versions")
+        raise ValueError(
+            f"the head of a response is damaged: it says {count} tokens of {width} bytes and {runs} runs of versions"
+        )
     size = _HEAD.size + 2 * _RUN.itemsize * runs + (4 + width) * count
     if len(data) < start + size:
         raise ValueError(f"a response is cut off: {len(data) - start} of {size} bytes")
@@ -223,7 +225,7 @@ def numbers_of(data: bytes | memoryview) -> ResponseNumbers:
     at += logprobs.nbytes
     ids = np.frombuffer(data, _TOKENS[width], count, at)
     if min(counts, default=1) < 1 or sum(counts) != count:
-        raise ValueError(f"runs of {list(counts)} tokens of one version for {count} tokens")
+        raise ValueError(f"the runs of versions have {list(counts)} tokens, but the response has {count}")
     return ResponseNumbers(
         sample,
         temperature,

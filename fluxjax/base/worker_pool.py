@@ -179,7 +179,7 @@ class WorkerPool:
                 process.channel.send(job, seconds=seconds)
                 reply, _ = process.channel.receive(seconds)
                 if reply.get("number") != process.jobs:  # the process cannot be trusted any more
-                    raise WorkerDied("it answered what it was not asked")
+                    raise WorkerDied("its reply does not belong to the job that it was sent")
                 if "memory" in reply:
                     raise WorkerMemory(f"needs more than {self.memory_gib:g} GiB of memory")
                 for number in range(reply.get("arrays", 0)):

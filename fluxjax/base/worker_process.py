@@ -75,7 +75,7 @@ def _answer(channel: Channel, function: Callable[[Any], Any], job: Mapping[str, 
     try:
         channel.send({"number": number, **reply})
     except (TypeError, ValueError, OverflowError) as error:
-        channel.send({"number": number, "error": f"returned what can't be sent: {error}"})
+        channel.send({"number": number, "error": f"returned a value that can't be sent: {error}"})
         return
     for array in arrays:
         channel.send({}, array)

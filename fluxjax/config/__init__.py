@@ -154,7 +154,8 @@ class RolloutConfig(Section):
     temperature: float | str = scheduled(
         1.0,
         "[1e-6, inf)",
-        "greedy responses to a prompt are all the same and teach nothing (evaluations are greedy whatever it is)",
+        "greedy responses to a prompt are all the same and teach nothing (evaluations are greedy at any "
+        "rollout.temperature)",
     )
     slots: int = positive(256)  # samples decoded at once by an engine
     max_sequence_tokens: int = positive(128)  # prompt plus response
@@ -333,7 +334,7 @@ class Config(Section):
         if self.optim.moments_dtype is DType.BFLOAT16 and self.optim.betas[1] > 1 - 2**-7:
             raise ConfigError(
                 f"optim.moments_dtype is bfloat16, whose 8 bits lose what optim.betas[1] = {self.optim.betas[1]} adds "
-                "to the second moment in a step; lower it to 0.99"
+                "to the second moment in a step; lower optim.betas[1] to 0.99"
             )
         if self.sharding.compile_ahead and isinstance(self.sharding.strategy, ODC):
             raise ConfigError(
@@ -341,7 +342,9 @@ class Config(Section):
                 "where each device compiles stages of its own; set it to 0"
             )
         if self.sharding.remat is Remat.OFFLOAD and isinstance(self.sharding.strategy, ODC):
-            raise ConfigError("sharding.remat is offload, which odc can't; set it to layer")
+            raise ConfigError(
+                "sharding.remat is offload, which sharding.strategy=odc does not support; set sharding.remat to layer"
+            )
         distributed = self.distributed
         if distributed.process >= max(distributed.processes, 1):
             raise ConfigError(
@@ -350,8 +353,8 @@ class Config(Section):
             )
         if distributed.processes > 1 and not re.fullmatch(r".+:\d+", distributed.coordinator):
             raise ConfigError(
-                f"distributed.coordinator is {distributed.coordinator!r}; of {distributed.processes} processes it must "
-                "be the host:port of process 0"
+                f"distributed.coordinator is {distributed.coordinator!r}; with "
+                f"distributed.processes={distributed.processes} it must be the host:port of process 0"
             )
         if not self.data.sources:
             raise ConfigError("data.sources is empty; name at least one source in the configuration file")
@@ -371,37 +374,40 @@ class Config(Section):
         if self.rollout.engines > servers.servers:
             raise ConfigError(
                 f"rollout.engines is {self.rollout.engines}, but there are {servers.servers} servers (servers.count or "
-                "servers.addresses); leave it at 0, an engine a server"
+                "servers.addresses); leave rollout.engines at 0: each server is an engine"
             )
         if self.stream_trainer and not servers.colocated:
             raise ConfigError(
-                f"stream_trainer lends devices of engines to training, but those of {engine} servers are not "
-                "the trainer's; set servers.colocated, or rollout.engine to jax"
+                f"stream_trainer lends devices of engines to training, but the devices of {engine} servers do not "
+                "belong to the trainer; set servers.colocated, or rollout.engine to jax"
             )
         if servers.colocated and servers.addresses and self.rollout.engine is RolloutEngine.SGLANG:
             raise ConfigError(
                 "servers.colocated needs to know which servers sleep when the run begins, and SGLang does not say; let "
-                "the run start them (servers.count), not servers.addresses"
+                "the run start the servers (servers.count instead of servers.addresses)"
             )
         if servers.colocated and (isinstance(self.policy, AdaptiveAsyncConfig) or self.speculative_sync):
             what = "speculative_sync" if self.speculative_sync else "policy=adaptive_async"
-            raise ConfigError(f"{what} trains while servers generate; servers.colocated has them sleep: unset one")
+            raise ConfigError(
+                f"{what} trains while servers generate, but servers.colocated has the servers sleep during training; "
+                "unset one of the two"
+            )
         degree = self.parallelism.degree
         if degree > 1 or self.parallelism.enabled:
             flag = "--tp" if self.rollout.engine is RolloutEngine.SERVE else "--tp-size"
             if not any("{degree}" in word for word in servers.flags):
                 raise ConfigError(
                     f"parallelism.degree is {degree}, parallelism.min_degree {self.parallelism.min_degree}: servers "
-                    f"must be told, in servers.flags: ('{flag}', '{{degree}}')"
+                    f"must be told their degree; add to servers.flags: ('{flag}', '{{degree}}')"
                 )
         if self.parallelism.enabled and self.rollout.engines not in (0, servers.servers):
             raise ConfigError(
-                f"rollout.engines is {self.rollout.engines}, but parallelism.min_degree above 0 has an engine a server "
-                f"({servers.servers}); leave it at 0"
+                f"rollout.engines is {self.rollout.engines}, but with parallelism.min_degree above 0 each of the "
+                f"{servers.servers} servers is an engine; leave rollout.engines at 0"
             )
         if self.parallelism.enabled and self.weights.chosen(servers) is not Route.SHM:
             raise ConfigError(
-                "parallelism.min_degree above 0 has servers of each degree on this host; set weights.route to shm, "
+                "parallelism.min_degree above 0 starts servers of each degree on this host; set weights.route to shm, "
                 f"not {self.weights.route.value}"
             )
 
@@ -411,7 +417,8 @@ class Config(Section):
         engines = self.rollout.engines  # 0: the number is not settled yet
         if parallelism.degree < parallelism.min_degree:
             raise ConfigError(
-                f"parallelism.degree is {parallelism.degree}, parallelism.min_degree already {parallelism.min_degree}"
+                f"parallelism.degree is {parallelism.degree}; it must be at least parallelism.min_degree "
+                f"({parallelism.min_degree})"
             )
         early = {"stream_trainer": self.stream_trainer, "speculative_sync": self.speculative_sync}
         early = [name for name, on in early.items() if on]
@@ -419,30 +426,40 @@ class Config(Section):
             for name in ["parallelism.min_degree"] * parallelism.enabled + early:
                 raise ConfigError(f"{name} needs a policy that trains in rounds; adaptive_async never has idle engines")
         if parallelism.enabled and engines and engines * parallelism.degree < 2:
-            raise ConfigError("parallelism.min_degree needs two devices: rollout.engines x parallelism.degree is 1")
+            raise ConfigError(
+                "parallelism.min_degree needs at least two devices, but rollout.engines x parallelism.degree is 1"
+            )
         if self.stream_trainer and engines == 1:
-            raise ConfigError(f"stream_trainer needs rollout.engines of at least 2, not {engines}: half is lent")
+            raise ConfigError(
+                f"stream_trainer needs rollout.engines of at least 2, not {engines}: half of the engines are lent to "
+                "training"
+            )
         if self.stream_trainer and getattr(self.sharding.strategy, "hybrid", False):
             raise ConfigError(
-                "stream_trainer needs sharding.strategy.hybrid off: the devices of some engines are no whole hosts"
+                "stream_trainer needs sharding.strategy.hybrid off: the devices of the lent engines are not always "
+                "whole hosts"
             )
         for name in early:
             if isinstance(policy, TailBatchingConfig) and policy.max_staleness:
-                raise ConfigError(f"{name} needs policy.max_staleness to be 0: it counts no held groups")
+                raise ConfigError(
+                    f"{name} needs policy.max_staleness to be 0: {name} does not count groups that tail batching holds "
+                    "back"
+                )
             if self.algorithm.updates > 1:
                 raise ConfigError(
-                    f"{name} computes gradients before a step is complete, all of the same weights; set "
-                    "algorithm.minibatches and algorithm.epochs to 1"
+                    f"{name} computes gradients before a step is complete, and all gradients of a step with the same "
+                    "weights; set algorithm.minibatches and algorithm.epochs to 1"
                 )
             if self.algorithm.importance.normalize:
                 raise ConfigError(
-                    f"{name} needs algorithm.importance.normalize off: its mean is known at the end of a step"
+                    f"{name} needs algorithm.importance.normalize off: the mean weight of a step is known only at the "
+                    "end of the step"
                 )
         limit = policy.staleness_limit
         if self.replay.share and limit is not None and self.replay.max_age > limit:
             raise ConfigError(
-                f"replay.max_age is {self.replay.max_age}, but policy.max_staleness is {limit}, and nothing older is "
-                "trained on; lower the one or raise the other"
+                f"replay.max_age is {self.replay.max_age}, but policy.max_staleness is {limit}, and older groups are "
+                "not trained on; lower replay.max_age or raise policy.max_staleness"
             )
         make_schedules(self)
 

@@ -25,7 +25,10 @@ class Section:
 
         def __setattr__(self, name: str, value: object) -> None:
             if getattr(self, "_settled", None) == id(self):
-                raise ConfigError(f"{name}: a trainer's configuration is settled; set it before, for a new FluxTrainer")
+                raise ConfigError(
+                    f"{name}: the configuration of a FluxTrainer can't be changed any more; change it before making a "
+                    "FluxTrainer"
+                )
             super().__setattr__(name, value)
 
     def settle(self) -> None:

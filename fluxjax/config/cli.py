@@ -127,8 +127,8 @@ def refuse_unread(config: Config, given: Collection[str]) -> None:
         if field in given:
             default = _text(dict(flatten(type(config)()))[field])
             raise ConfigError(
-                f"--config.{field} needs {need.setting} {need.wanted}, not {need.current(config)}; set the one or "
-                f"leave the other at {default}"
+                f"--config.{field} needs {need.setting} {need.wanted}, not {need.current(config)}; set {need.setting}, "
+                f"or leave {field} at {default}"
             )
 
 
@@ -172,8 +172,8 @@ _NAMES = """learning_rate=optim.lr lr=optim.lr max_steps=steps output_dir=run_di
     report.prometheus_port=report.prometheus report.prometheus_host=report.prometheus"""
 _OTHER_NAMES = dict(re.findall(r"(\S+)=(\S+)", _NAMES))  # names of settings in verl, TRL and earlier releases
 _GONE = {
-    "checkpoint.snapshot_every": "checkpoints are asynchronous, checkpoint.every may be smaller",
-    "data.spill_gib": "what data.cache_gib has no room for is decoded again",
+    "checkpoint.snapshot_every": "checkpoints are asynchronous now, so lower checkpoint.every instead",
+    "data.spill_gib": "media that do not fit into data.cache_gib are decoded again",
 }
 C = TypeVar("C", bound=Config)
 
@@ -308,8 +308,8 @@ def _child(
     choices = metadata.get("choices", {})
     if having := [name for name, kind in choices.items() if part in kind.__dataclass_fields__]:
         raise ConfigError(
-            f"--config.{field}: {variant(type(holder))} has no {part}, {' and '.join(having)} "
-            f"{'has' if len(having) == 1 else 'have'}: --{section}={having[0]}"
+            f"--config.{field}: {variant(type(holder))} has no {part}, but {' and '.join(having)} "
+            f"{'has' if len(having) == 1 else 'have'} it: --{section}={having[0]}"
         )
     if gone := _GONE.get(field):
         raise ConfigError(f"--config.{field} is gone: {gone}")

@@ -87,7 +87,7 @@ class SourceConfig(Section):
         default_factory=dict,
         metadata={
             "holds": lambda value: set(value) <= set(COLUMNS) and all(isinstance(name, str) for name in value.values()),
-            "allowed": f"name {', '.join(COLUMNS)}, each by a text",
+            "allowed": f"have only the keys {', '.join(COLUMNS)}, each with the name of a field",
         },
     )
 
@@ -99,7 +99,10 @@ class SourceConfig(Section):
     def validate_rewards(self, field: str) -> None:
         """Raises `ConfigError` for rewards that exclude each other, and for weights that can't be read."""
         if self.rewards and self.reward != type(self)().reward:
-            raise ConfigError(f"{field}.reward is {self.reward!r}, but {field}.rewards takes its place; name it there")
+            raise ConfigError(
+                f"{field}.reward is {self.reward!r}, but {field}.rewards replaces it; name this reward in "
+                f"{field}.rewards"
+            )
         term_weights(self.rewards, f"{field}.rewards")
 
 

@@ -26,7 +26,7 @@ def help_text(doc: str, config: Config, word: str = "") -> str:
         entries += [entry for _, entry in _entries(RewardTerm(), "data.sources.NAME.rewards.TERM.")]
     shown = [entry for entry in entries if word.lower() in entry.lower()]
     if word:
-        return "\n".join(shown) or f"no setting has {word!r} in its name or its words"
+        return "\n".join(shown) or f"no setting has {word!r} in its name or its help text"
     return "\n".join([doc.strip(), "", "Settings, with the values of the configuration that --config names:", *shown])
 
 

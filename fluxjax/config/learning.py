@@ -105,7 +105,7 @@ class AdaptiveAsyncConfig(Chosen):
     # weights first), stratify (each staleness in proportion), curriculum (easy groups first, less and less), diversity
     # (sources and media kinds in proportion), lengths (similar lengths together).
     prefer: tuple[str, ...] = bounded(
-        (), lambda value: set(value) <= set(PREFERENCES), f"have some of {', '.join(PREFERENCES)}"
+        (), lambda value: set(value) <= set(PREFERENCES), f"have only names among {', '.join(PREFERENCES)}"
     )
 
     @property
@@ -154,7 +154,9 @@ class ImportanceConfig(Section):
 class ReplayConfig(Section):
     """Flux, component 3: groups that were trained on are trained on again (`fluxjax.learner.replay`)."""
 
-    share: float = within(0.0, "[0, 1)", "fresh groups are what is kept")  # share of a step's groups; 0: no replay
+    share: float = within(
+        0.0, "[0, 1)", "only groups that are not replayed enter the replay buffer"
+    )  # share of a step's groups; 0: no replay
     max_age: int = positive(4)  # versions that the oldest token of a group may be behind
 
 
@@ -201,7 +203,7 @@ class AlgorithmConfig(Section):
     clip_low: float = not_negative(0.2)  # ratios below 1 - clip_low are clipped
     clip_high: float = not_negative(0.2)  # ratios above 1 + clip_high are clipped; DAPO: higher than clip_low
     dual_clip: float = bounded(  # ratio up to which the loss of a token with a negative advantage grows; 0: without end
-        3.0, lambda value: value == 0 or value > 1, "be 0 or above 1: below, it would cut off every token"
+        3.0, lambda value: value == 0 or value > 1, "be 0 or above 1: a value in between would cut off every token"
     )
     # A training step makes minibatches * epochs optimizer steps; a prompt's responses stay in one minibatch.
     minibatches: int = positive(1)  # parts into which the prompts of a training step are dealt
@@ -265,15 +267,16 @@ class AlgorithmConfig(Section):
             raise ConfigError("algorithm.name is distillation; algorithm.reference must be the folder of its teacher")
         if name == "dpo" and (self.kl_in_reward or not self.kl_coefficient):
             raise ConfigError(
-                "algorithm.name is dpo; its beta is algorithm.kl_coefficient, which must be above 0, with kl_in_reward "
-                "off"
+                "algorithm.name is dpo, whose beta is algorithm.kl_coefficient; set algorithm.kl_coefficient above 0, "
+                "and algorithm.kl_in_reward off"
             )
         if not isinstance(self.name, str):
             return
         names = [known for known in OWN_SETTINGS if known != "sft"]
         if name == "sft":
             raise ConfigError(
-                f"algorithm.name is sft; it serves the warm start (warm_start.steps), RL needs {', '.join(names)}"
+                "algorithm.name is sft, which only serves the warm start (warm_start.steps); for RL, choose "
+                f"{', '.join(names)}"
             )
         module, colon, attribute = name.partition(":")
         if name not in OWN_SETTINGS and not (colon and module and attribute):

@@ -49,7 +49,7 @@ def lock(folder: pathlib.Path) -> contextlib.ExitStack:
     try:
         return lock_file(folder / "lock", wait=False)
     except Timeout:
-        raise ConfigError(f"run_dir: a run is going on in {folder}; wait for its end, or name another") from None
+        raise ConfigError(f"run_dir: a run is going on in {folder}; wait for its end, or name another folder") from None
 
 
 def lock_file(file: str | os.PathLike[str], *, wait: bool = True) -> contextlib.ExitStack:
@@ -132,8 +132,8 @@ def _fill(section: Section, values: Mapping[str, Any], prefix: str) -> None:
         if kinds := metadata.get("choices"):
             if not isinstance(value, Mapping) or value.get(CHOICE) not in kinds:
                 raise ConfigError(
-                    f"the saved configuration has {prefix}{name}: {value!r} is no choice of this version's: "
-                    f"{', '.join(kinds)}"
+                    f"the saved configuration has {prefix}{name}: {value!r}, which is not among the choices of this "
+                    f"version: {', '.join(kinds)}"
                 )
             current = kinds[value[CHOICE]]()
             setattr(section, name, current)

@@ -298,16 +298,16 @@ def _read(text: str) -> RunSchedule:
         return _phases(arguments)
     if name == "pid":
         return _pid(arguments)
-    raise ValueError(f"there is no {name!r}")
+    raise ValueError(f"there is no schedule {name!r}")
 
 
 def _phases(arguments: Sequence[str]) -> Phases:
     pairs = [argument.partition("@") for argument in arguments]
     if not all(at for _, at, _ in pairs):
-        raise ValueError("each phase is VALUE@START")
+        raise ValueError("each phase must be VALUE@START")
     starts = [_number(start) for _, _, start in pairs]
     if starts[0] != 0 or starts[-1] >= 1 or any(a >= b for a, b in itertools.pairwise(starts)):
-        raise ValueError("phases start at 0 and at growing points below 1")
+        raise ValueError("the first phase must start at 0, each other phase after the one before it, all below 1")
     return Phases([_number(value) for value, _, _ in pairs], starts)
 
 

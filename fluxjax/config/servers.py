@@ -47,7 +47,7 @@ class ServersConfig(Section):
             if flag.partition("=")[0] in _UNKNOWN:
                 raise ConfigError(
                     f"servers.flags has {flag}: weights that are divided or changed in this way can't be proven to be "
-                    "those of the run; start more servers, or more ranks of one (--tp-size)"
+                    "those of the run; start more servers, or give each server more ranks (--tp-size)"
                 )
         for entry in self.environment:
             if not entry.partition("=")[0] or "=" not in entry:
@@ -58,7 +58,9 @@ class ServersConfig(Section):
                 "servers.python are for servers that the run starts: leave them out"
             )
         if self.colocated and not all(map(on_this_host, self.addresses)):
-            raise ConfigError("servers.colocated needs servers of this host; servers.addresses has others")
+            raise ConfigError(
+                "servers.colocated needs servers on this host, but servers.addresses has servers on other hosts"
+            )
 
     @property
     def servers(self) -> int:
@@ -113,13 +115,13 @@ class WeightsConfig(Section):
         name, remote = f"weights.route is {self.route.value}", not all(map(on_this_host, servers.addresses))
         if route in (Route.SHM, Route.IPC) and remote:
             raise ConfigError(
-                f"{name}, which is for servers of this host; servers.addresses has others: set it to bucket, or to "
-                "orbax with weights.folder"
+                f"{name}, which reaches only servers on this host, but servers.addresses has servers on other hosts: "
+                "set weights.route to bucket, or to orbax with weights.folder"
             )
         if route is Route.IPC and engine is RolloutEngine.SERVE:
             raise ConfigError(f"{name}, which needs servers with PyTorch; rollout.serve takes shm, bucket or orbax")
         if route is Route.ORBAX and not self.folder:
-            raise ConfigError(f"{name}; set weights.folder to a folder that the hosts of servers see, too")
+            raise ConfigError(f"{name}; set weights.folder to a folder that the hosts of the servers see, too")
         if self.agents and len(self.agents) != len(servers.addresses):
             raise ConfigError(
                 f"weights.agents has {len(self.agents)} addresses, servers.addresses {len(servers.addresses)}; give "
@@ -128,5 +130,5 @@ class WeightsConfig(Section):
         if route is Route.ORBAX and engine is RolloutEngine.SGLANG and remote and not self.agents:
             raise ConfigError(
                 f"{name}, but SGLang 0.5.23 can't pull weights: run python -m rollout.weights.agent on the hosts of "
-                "servers.addresses, and name them in weights.agents"
+                "servers.addresses, and name these agents in weights.agents"
             )

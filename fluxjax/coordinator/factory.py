@@ -22,7 +22,10 @@ def make_coordinator(
     settings that only built-in policies read."""
     switches = ("rollout.dynamic_sampling", "stream_trainer", "speculative_sync")
     if policy and (names := " and ".join(name for name in switches if attrgetter(name)(config))):
-        raise ConfigError(f"{names} would do nothing: a policy of your own is given; hand it what it needs yourself")
+        raise ConfigError(
+            f"{names} would do nothing with a policy of your own, because only built-in policies read such settings; "
+            "unset this, and pass your policy what it needs"
+        )
     return Coordinator(
         dataclasses.replace(Settings.of(config), **changes),
         policy() if policy else make_policy(config),

@@ -153,7 +153,7 @@ class Ledger:
     def draw(self, prompts: Sequence[Prompt], skipped: Sequence[tuple[Prompt, str]]) -> None:
         draws = sorted([p.draw for p in prompts] + [p.draw for p, _ in skipped])
         if draws and (draws[0] <= self.last_draw or len(set(draws)) != len(draws)):
-            raise CoordinatorError(f"draws {draws} must be new (beyond {self.last_draw}) and all different")
+            raise CoordinatorError(f"draws {draws} must all differ and be greater than the last draw, {self.last_draw}")
         self.drawn += len(draws)
         self.last_draw = draws[-1] if draws else self.last_draw
         self.skipped_in_a_row = 0 if prompts else self.skipped_in_a_row + len(skipped)
@@ -175,7 +175,10 @@ class Ledger:
             return
         sample = response.sample
         if response.rid != response_id(response.draw, entry.attempt, sample):
-            raise CoordinatorError(f"response {response.rid} says that it is sample {sample} of draw {response.draw}")
+            raise CoordinatorError(
+                f"response {response.rid} says that it is sample {sample} of draw {response.draw}, which its id "
+                "contradicts"
+            )
         if sample in entry.responses or (entry.stage is PromptStage.STOPPING and sample in entry.begun):
             self.ignored["repeated response"] += 1
         elif entry.stage not in (PromptStage.RUNNING, PromptStage.STOPPING):
@@ -196,11 +199,11 @@ class Ledger:
         response = entry.responses.get(sample) if entry is not None else None
         if entry is None or response is None or response.rid != rid:
             if self._current(rid, "reward") is not None:
-                raise CoordinatorError(f"reward for {rid}, which nobody asked for")
+                raise CoordinatorError(f"a reward came for response {rid}, but no reward of it was asked for")
         elif sample in entry.rewards:
             self.ignored["repeated reward"] += 1
         elif rid not in self._scoring:
-            raise CoordinatorError(f"reward for {rid}, which nobody asked for")
+            raise CoordinatorError(f"a reward came for response {rid}, but no reward of it was asked for")
         else:
             self._scoring.discard(rid)
             entry.rewards[sample] = reward
@@ -232,12 +235,16 @@ class Ledger:
         entry = self._at(request.prompt, PromptStage.WAITING, PromptStage.DEFERRED, PromptStage.LOST)
         need = request.need or request.n
         if request.attempt != entry.attempt + 1 or not 1 <= need <= request.n:
-            raise CoordinatorError(f"{request} after attempt {entry.attempt}")
+            raise CoordinatorError(
+                f"{request} must be attempt {entry.attempt + 1} of its prompt and need 1 to {request.n} responses"
+            )
         if not request.begun:
             self._forget(entry)
             entry.born = served
         elif request.begun != entry.so_far() or request.n != entry.n:
-            raise CoordinatorError(f"request {request.rid} goes on with other responses than those that were begun")
+            raise CoordinatorError(
+                f"request {request.rid} must continue the responses that its prompt has begun, but continues others"
+            )
         entry.n, entry.need, entry.attempt, entry.engine = request.n, need, request.attempt, request.engine
         entry.begun = {}
         self._move(entry, PromptStage.RUNNING)
@@ -247,7 +254,9 @@ class Ledger:
             order.prompt, PromptStage.RUNNING, *(() if order.keep else (PromptStage.COMPLETE, PromptStage.SCORED))
         )
         if order.attempt != entry.attempt:
-            raise CoordinatorError(f"{order.request} is parked, but attempt {entry.attempt} is the newest one")
+            raise CoordinatorError(
+                f"request {order.request} can't be parked: attempt {entry.attempt} is the newest one of its prompt"
+            )
         if order.keep:
             self._move(entry, PromptStage.STOPPING)
         else:
@@ -256,7 +265,9 @@ class Ledger:
 
     def score(self, response: Response) -> None:
         if self.unscored.pop(response.rid, None) is None:
-            raise CoordinatorError(f"response {response.rid} is not there to be scored, or was scored before")
+            raise CoordinatorError(
+                f"response {response.rid} can't be scored: it has not come, or was given out for scoring before"
+            )
         self._scoring.add(response.rid)
 
     def train(self, groups: Sequence[Group]) -> None:
@@ -265,7 +276,9 @@ class Ledger:
         for group in groups:
             entry = self._at(group.prompt, PromptStage.SCORED)
             if group != entry.group():
-                raise CoordinatorError(f"draw {entry.prompt.draw}: the group to train on is not the one scored")
+                raise CoordinatorError(
+                    f"draw {entry.prompt.draw}: the group to train on differs from the group that was scored"
+                )
             self._move(entry, PromptStage.TRAINING)
 
     def skip(self, prompt: Prompt, reason: str) -> None:
@@ -282,7 +295,7 @@ class Ledger:
         entry = self.entries.get(prompt.draw)
         if entry is None or entry.stage not in stages:
             where = "not in flight" if entry is None else entry.stage.value
-            raise CoordinatorError(f"draw {prompt.draw} is {where}, not {' or '.join(s.value for s in stages)}")
+            raise CoordinatorError(f"draw {prompt.draw} is {where}; it must be {' or '.join(s.value for s in stages)}")
         return entry
 
     def _current(self, rid: str, kind: str) -> Entry | None:

@@ -291,7 +291,7 @@ class LengthPredictor:
         """Notes response number `sample` of a draw, with `length` tokens. A response that is not `finished` was stopped
         early, and counts as a censored observation. A response that fills `limit` counts as unfinished, too."""
         if length < 0:
-            raise ValueError(f"prompt {prompt.source}/{prompt.id}: a response of {length} tokens")
+            raise ValueError(f"prompt {prompt.source}/{prompt.id}: a response can't have {length} tokens")
         self._observed.append((prompt.draw, sample, prompt, length, finished))
 
     def _enter_observed(self) -> None:

@@ -172,7 +172,7 @@ class Coordinator:
         self._say[kind](self, instruction)
         if kind in messages.ANSWERED:
             if kind in self.awaiting:
-                raise CoordinatorError(f"{kind.__name__} while another one is under way")
+                raise CoordinatorError(f"{kind.__name__} was decided while another {kind.__name__} is under way")
             self.awaiting[kind] = instruction
 
     def _note(self, message: messages.Message) -> None:
@@ -187,7 +187,7 @@ class Coordinator:
     @_hear.of(messages.Started)
     def _started(self, event: messages.Started) -> None:
         if self.served >= 0:
-            raise CoordinatorError("started twice")
+            raise CoordinatorError("Started came a second time")
         self.fleet.publish(event.version, range(len(self.fleet)))
         # A resumed trainer may have newer weights than freshly started engines: the policy then publishes first.
         self.version = event.version if self.version < 0 else self.version
@@ -196,7 +196,7 @@ class Coordinator:
     def _prompts_drawn(self, event: messages.PromptsDrawn) -> None:
         count = self._answered(messages.DrawPrompts, event).count
         if len(event.prompts) > count:
-            raise CoordinatorError(f"{len(event.prompts)} prompts drawn, {count} asked for")
+            raise CoordinatorError(f"{len(event.prompts)} prompts were drawn, but only {count} were asked for")
         self.ledger.draw(event.prompts, event.skipped)
         # A source may replace skipped prompts itself; if prompts and skips together are too few, the data has ended.
         self.exhausted = len(event.prompts) + len(event.skipped) < count
@@ -232,7 +232,9 @@ class Coordinator:
     @_hear.of(messages.Trained)
     def _trained(self, event: messages.Trained) -> None:
         if event.version <= self.version:
-            raise CoordinatorError(f"trained version {event.version} after version {self.version}")
+            raise CoordinatorError(
+                f"version {event.version} was trained, but a new version must be above {self.version}"
+            )
         self.step = self._answered(messages.Train, event).step
         self.version, self.metrics = event.version, event.metrics
         for schedule in self.schedules.values():
@@ -284,10 +286,12 @@ class Coordinator:
         way, or if a field that instruction and event share differs."""
         order = self.awaiting.pop(kind, None)
         if not isinstance(order, kind):
-            raise CoordinatorError(f"{type(event).__name__} answers no {kind.__name__} under way")
+            raise CoordinatorError(
+                f"{type(event).__name__} came, but no {kind.__name__} that it could answer is under way"
+            )
         for name in vars(order).keys() & vars(event).keys():
             if (got := getattr(event, name)) != (wanted := getattr(order, name)):
-                raise CoordinatorError(f"{name} {got} was reported done, {name} {wanted} was asked for")
+                raise CoordinatorError(f"{name} {got} was reported done, but {name} {wanted} was asked for")
         return order
 
     # --- instructions ---------------------------------------------------------------------------
@@ -333,7 +337,8 @@ class Coordinator:
         busy = [entry.prompt.draw for entry in self.ledger.at(PromptStage.RUNNING) if entry.engine in order.engines]
         if not order.engines or not left or busy:
             raise CoordinatorError(
-                f"engines {order.engines} can't be lent: draws {busy} run there, {len(left) or 'none'} is left"
+                f"engines {order.engines} can't be lent: draws {busy} run on them, and {len(left)} engines would be "
+                "left"
             )
         self.fleet.lent.update(order.engines)
 
@@ -347,7 +352,10 @@ class Coordinator:
     def _accumulate(self, order: messages.Accumulate) -> None:
         self._check_step(order)
         if not order.groups or not self.fleet.lent.issuperset(order.engines):
-            raise CoordinatorError(f"{len(order.groups)} groups on engines {order.engines}")
+            raise CoordinatorError(
+                f"{len(order.groups)} groups can't be trained on engines {order.engines}: groups are needed, and all "
+                "of these engines must be lent"
+            )
         self.ledger.train(order.groups)
         self.pace.train(() if order.engines else order.groups, self.now)
 
@@ -356,7 +364,7 @@ class Coordinator:
         ledger = self.ledger
         self._check_step(order)
         if messages.Accumulate in self.awaiting:
-            raise CoordinatorError("Train before the gradients asked for earlier are there")
+            raise CoordinatorError("Train was decided before the gradients of an earlier Accumulate were there")
         ledger.train(order.groups)
         ledger.dropped.clear()
         if not ledger.count(PromptStage.TRAINING):
@@ -366,7 +374,7 @@ class Coordinator:
     @_say.of(messages.SetParallelism)
     def _set_parallelism(self, order: messages.SetParallelism) -> None:
         if self.awaiting or self.ledger.count(PromptStage.RUNNING, PromptStage.STOPPING):
-            raise CoordinatorError(f"{order} while something is under way")
+            raise CoordinatorError(f"{order} was decided while requests or instructions are under way")
 
     @_say.of(messages.SaveCheckpoint)
     def _save_checkpoint(self, order: messages.SaveCheckpoint) -> None:
@@ -376,7 +384,9 @@ class Coordinator:
     @_say.of(messages.Finish)
     def _finish(self, order: messages.Finish) -> None:
         if self.ledger.count(PromptStage.RUNNING, PromptStage.STOPPING) or self.awaiting:
-            raise CoordinatorError(f"finished with {self.ledger.live} prompts and {len(self.awaiting)} jobs open")
+            raise CoordinatorError(
+                f"Finish was decided with {self.ledger.live} prompts and {len(self.awaiting)} instructions under way"
+            )
         if self.failure:
             raise RunGivenUp(self.failure)
         self.finished = order
@@ -387,7 +397,7 @@ class Coordinator:
         """Returns all state that decides the rest of the run, for `SaveCheckpoint`. Raises `CoordinatorError` during a
         `Train`."""
         if messages.Train in self.awaiting:
-            raise CoordinatorError(f"step {self.step + 1} is being trained: state is taken between steps")
+            raise CoordinatorError(f"step {self.step + 1} is being trained: state can be taken only between steps")
         self._learn_scored()
         return {
             "step": self.step,

@@ -305,7 +305,9 @@ class Handlers(dict[type[Message], Callable[[Any, Any], Any]]):
 
         def register(method: Callable[[S, M], R]) -> Callable[[S, M], R]:
             if twice := [kind.__name__ for kind in kinds if kind in self]:
-                raise TypeError(f"{method.__qualname__} handles {', '.join(twice)}, as another method does")
+                raise TypeError(
+                    f"{method.__qualname__} handles {', '.join(twice)}, but another method handles the same already"
+                )
             self.update(dict.fromkeys(kinds, method))
             return method
 

@@ -37,7 +37,10 @@ class Settings:
     def __post_init__(self) -> None:
         least = min(self.prompts_per_step, self.group_size, self.engines, self.max_attempts)
         if least < 1 or self.max_attempts >= 100 or self.steps < 0:
-            raise ValueError(f"no run is possible with {self}")
+            raise ValueError(
+                "prompts_per_step, group_size and engines must be at least 1, max_attempts 1 to 99, steps at least 0: "
+                f"{self}"
+            )
 
     @classmethod
     def of(cls, config: Config) -> Settings:
@@ -79,10 +82,11 @@ class Settings:
             more = ", ..." if len(values) > _NAMED else ""
             parts.append(f"source {source!r}{rule} has {', '.join(values[:_NAMED])}{more}")
         by = f"rollout.dynamic_sampling is {self.dynamic_sampling_by.value}"
-        bound = f"rollout.max_num_gen_batches is {most}" if too_many else f"{in_a_row} of them in a row"
+        bound = f"rollout.max_num_gen_batches is {most}" if too_many else f"{in_a_row} dropped in a row"
         return (
             f"dynamic sampling dropped {count} groups of equal rewards ({by}) for step {step}, which needs {size} "
-            f"others ({bound}): {'; '.join(parts)}; mend that reward, take prompts of another difficulty"
+            f"groups of different rewards ({bound}): {'; '.join(parts)}; mend the reward, take prompts "
+            "of another difficulty"
             + (", raise the bound (0: none)" if too_many else "")
             + ", or choose another rollout.dynamic_sampling (correct, value, off)"
         )

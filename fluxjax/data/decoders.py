@@ -156,7 +156,7 @@ class DecoderPool:
             except WorkerAbsent:  # perhaps memory was short for a moment
                 reply = call()
         except WorkerAbsent as error:
-            reason = f"a process that decodes can't be started: {error.why}; what it said stands above"
+            reason = f"a process that decodes can't be started: {error.why}; the output of the process is above"
             raise DataError(f"data.workers: {reason}") from error
         except WorkerTimeout:
             reason = f"decoding took more than {self._workers.seconds:g} s"

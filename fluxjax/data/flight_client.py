@@ -64,8 +64,8 @@ class FlightPlace:
         said = answer.get("protocol"), answer.get("digest")
         if said != (PROTOCOL, self._settings.digest):
             raise PlaceRefuses(
-                f"the preprocessor at {self.address} speaks protocol {said[0]} and takes the settings for {said[1]}, "
-                f"not {PROTOCOL} and {self._settings.digest}: start both from one release"
+                f"the preprocessor at {self.address} has protocol {said[0]} and reads the media settings as {said[1]}, "
+                f"this run has {PROTOCOL} and {self._settings.digest}: start both from one release"
             )
         self.threads = max(1, threads) if isinstance(threads := answer.get("threads"), int) else 1
 
@@ -85,7 +85,10 @@ class FlightPlace:
                 self.heard = time.monotonic()
                 slices.append(patches_of(chunk.data, self._settings.patch_bytes))
             if [len(patches) for patches in slices] != [len(piece) for piece in rows]:
-                raise ValueError(f"came as {[len(patches) for patches in slices]} rows, not {[len(r) for r in rows]}")
+                raise ValueError(
+                    f"batches of {[len(patches) for patches in slices]} rows came, but {[len(r) for r in rows]} were "
+                    "asked for"
+                )
             return slices
 
     def stats(self, seconds: float) -> Mapping[str, Any]:
@@ -135,4 +138,4 @@ class FlightPlace:
         except (ValueError, TypeError, KeyError) as error:
             if isinstance(error, MediaError | DataError):
                 raise
-            raise PlaceLost(f"gave an answer of another kind: {error}") from None
+            raise PlaceLost(f"gave an answer that can't be read: {error}") from None

@@ -70,7 +70,7 @@ class _Token(flight.ServerMiddlewareFactory):
         given = (headers.get("authorization") or [""])[0]
         given = given.encode(errors="replace") if isinstance(given, str) else given
         if not hmac.compare_digest(given, self._wanted):
-            raise flight.FlightUnauthenticatedError("authorization: Bearer TOKEN is wanted, with this server's token")
+            raise flight.FlightUnauthenticatedError("authorization must be Bearer TOKEN, with the token of this server")
 
 
 class FlightServer(flight.FlightServerBase):
@@ -138,7 +138,7 @@ class FlightServer(flight.FlightServerBase):
             settings = MediaSettings.from_json(question["settings"])
             settings.digest  # noqa: B018  (raises for values without a digest)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise BadQuestion(f"are no media settings of this release: {error}") from None
+            raise BadQuestion(f"the media settings of the question are not settings of this release: {error}") from None
         with self._lock:
             if self._served is None:
                 self._served = _Served(settings, self._make_store(settings))
@@ -188,8 +188,8 @@ def _check_range(rows: Rows, settings: MediaSettings) -> None:
     if not all(type(size) is int and 0 < size < 2**31 for size in ticket.medium.grid):
         raise BadQuestion(f"{rows.ticket[:200]!r} is no ticket: its grid is {ticket.medium.grid}")
     if ticket.settings != settings.digest:
-        raise BadQuestion("the ticket is of other media settings than the question")
+        raise BadQuestion("the ticket has other media settings than the question")
     if rows.stop > ticket.num_patches:
-        raise BadQuestion(f"rows {rows.start} to {rows.stop} were asked for of {ticket.num_patches}")
+        raise BadQuestion(f"rows {rows.start} to {rows.stop} were asked for, but the medium has {ticket.num_patches}")
     if len(rows) * settings.patch_bytes > MOST_BATCH:
         raise BadQuestion(f"a range has at most {MOST_BATCH} bytes, not {len(rows) * settings.patch_bytes}")

@@ -90,9 +90,9 @@ def read_object(body: bytes | memoryview) -> Mapping[str, Any]:
     try:
         question = json.loads(bytes(body) or b"{}")
     except ValueError as error:
-        raise BadQuestion(f"is no JSON: {error}") from None
+        raise BadQuestion(f"the question is not JSON: {error}") from None
     if not isinstance(question, dict):
-        raise BadQuestion("is no JSON object")
+        raise BadQuestion("the question is not a JSON object")
     return question
 
 
@@ -106,11 +106,11 @@ def read_ranges(words: Any) -> list[Rows]:
     try:
         ranges = [Rows(word, start, stop) for word, start, stop in words]
     except (ValueError, TypeError) as error:
-        raise BadQuestion(f"is no list of ranges: {error}") from None
+        raise BadQuestion(f"the question has no list of ranges: {error}") from None
     for rows in ranges:
         whole = isinstance(rows.ticket, str) and type(rows.start) is int and type(rows.stop) is int
         if not whole or not 0 <= rows.start < rows.stop:
-            raise BadQuestion(f"{rows.start!r} to {rows.stop!r} of {str(rows.ticket)[:100]} is no range")
+            raise BadQuestion(f"rows {rows.start!r} to {rows.stop!r} of {str(rows.ticket)[:100]} are no range")
     if not 0 < len(ranges) <= MOST_RANGES:
         raise BadQuestion(f"one question has 1 to {MOST_RANGES} ranges, not {len(ranges)}")
     return ranges
@@ -132,7 +132,7 @@ def patches_of(batch: pa.RecordBatch, patch_bytes: int) -> np.ndarray:
     """Returns the patches `[P, 3, n]` (uint8) of a batch, which share the batch's memory. Raises ValueError if the
     batch does not hold patches of `patch_bytes`."""
     if batch.schema != patch_schema(patch_bytes) or batch.column(0).null_count:
-        raise ValueError(f"came as {batch.schema}, not as patches of {patch_bytes} bytes")
+        raise ValueError(f"a batch of {batch.schema} came, not of patches of {patch_bytes} bytes")
     column = batch.column(0)
     values = np.frombuffer(column.buffers()[1], np.uint8, len(column) * patch_bytes, column.offset * patch_bytes)
     return values.reshape(len(column), 3, patch_bytes // 3)

@@ -149,7 +149,7 @@ class PromptLoader:
         allowed. Each source then continues after its last draw, in a new mixture. Raises `DataError` if the seed or the
         size of a source differs."""
         if seed != self.seed:
-            raise DataError(f"the checkpoint was made with seed {seed}; resume it with that, not {self.seed}")
+            raise DataError(f"the checkpoint was made with seed {seed}; resume it with that seed, not {self.seed}")
         for name, size in itertools.chain.from_iterable(mixture["sizes"].items() for mixture in mixtures):
             if name in self.sources and size != (now := len(self.sources[name])):
                 raise DataError(
@@ -166,7 +166,7 @@ class PromptLoader:
         if changed := [name for name in self.sources if contents.get(name, self.contents[name]) != self.contents[name]]:
             raise DataError(
                 f"data source {', '.join(changed)} has other records than when the checkpoint was made, or has them in "
-                "another order; bring them back, or begin another run"
+                "another order; restore the records, or begin another run"
             )
 
     def _mixture_from(self, start: int) -> Mixture:
@@ -212,7 +212,10 @@ def _read(sources: Mapping[str, Source], rows: Mapping[str, grain.MapDataset[int
     name, index = place
     row = at(rows[name], index)
     if name not in sources:
-        raise DataError(f"the checkpoint has a prompt of row {row} of data source {name!r}, which is not here")
+        raise DataError(
+            f"the checkpoint has a prompt of row {row} of data source {name!r}, which data.sources does not name any "
+            "more"
+        )
     return read_row(sources[name], name, row, epoch=index // len(sources[name]), draw=draw)
 
 

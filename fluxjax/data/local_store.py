@@ -201,10 +201,13 @@ class LocalStore:
         except ValueError as error:
             raise MediaError("a ticket", str(error)) from None
         if ticket.settings != self.digest:
-            reason = f"its ticket is of other settings ({ticket.settings}) than this store's ({self.digest})"
-            raise MediaError(ticket.ref.name, f"{reason}: all processes of a run must preprocess alike")
+            reason = f"its ticket has the media settings {ticket.settings}, this process {self.digest}"
+            raise MediaError(ticket.ref.name, f"{reason}: all processes of a run must have the same media settings")
         if not 0 <= rows.start <= rows.stop <= ticket.num_patches:
-            raise MediaError(ticket.ref.name, f"rows {rows.start} to {rows.stop} of {ticket.num_patches} patches")
+            raise MediaError(
+                ticket.ref.name,
+                f"rows {rows.start} to {rows.stop} were asked for, but it has {ticket.num_patches} patches",
+            )
         return ticket
 
     def _pieces(self, ticket: Ticket, rows: Rows) -> list[np.ndarray]:

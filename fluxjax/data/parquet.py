@@ -188,7 +188,7 @@ def chosen_files(path: str, held_out: bool = False) -> list[str]:
     no files or the choice is not clear, and OSError if the folder can't be read."""
     if "*" in posixpath.basename(path) and not is_folder(path):
         if not (names := matching(parent(path), posixpath.basename(path))):
-            raise DataError(f"{path}: no file has such a name")
+            raise DataError(f"{path}: no file matches this pattern")
         if len(splits := {split_of(name) for name in names}) > 1:
             log.warning("%s: all of the splits %s are read (%d files)", path, _listed(splits), len(names))
         return [joined(parent(path), name) for name in names]

@@ -77,13 +77,13 @@ class PromptLimits:
         """Returns a skipped prompt if the prompt is empty or too large, else None. A frame pair has at most
         `largest_frame` patches. Every way to deal frame pairs to devices must respect the limits."""
         if not tokens:
-            return SkippedPrompt(prompt, "empty prompt", "it has no tokens")
+            return SkippedPrompt(prompt, "empty prompt", "the prompt has no tokens")
         if tokens > self.tokens:
-            detail = f"{tokens} tokens, at most {self.tokens} leave room to answer"
+            detail = f"{tokens} tokens, but at most {self.tokens} leave room for a response"
             return SkippedPrompt(prompt, "prompt too long", detail)
         if patches and not surely_hold(patches, largest_frame, self.devices, self.patches):
-            room = f"{self.devices} devices of {self.patches} (packing.patches_per_device)"
-            return SkippedPrompt(prompt, "too many patches", f"{patches}, more than fit {room}")
+            room = f"{self.devices} devices with {self.patches} patches each (packing.patches_per_device)"
+            return SkippedPrompt(prompt, "too many patches", f"{patches} patches, more than fit on {room}")
         return None
 
 
@@ -196,7 +196,7 @@ class ReadAhead(Generic[Item]):
                 if self._failed is not None:
                     raise self._failed
                 if self._closed:
-                    raise RuntimeError("what reads ahead is closed")
+                    raise RuntimeError("ReadAhead is closed: no item can be taken any more")
                 self._changed.wait()
             self._taken += count
             items = [self._queue.popleft() for _ in range(count)]
@@ -340,7 +340,7 @@ class Preparer:
             token_ids = tokenised(self.processor, prompt, self._chat_template)
             return self.processor.lay_out(*outlined(self.processor, token_ids, tickets))
         except (PromptError, ValueError) as error:
-            raise DataError(f"draw {draw} is another prompt here than in process 0: {error}") from error
+            raise DataError(f"draw {draw} is another prompt in this process than in process 0: {error}") from error
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state after the last completed draw, as JSON values."""
@@ -404,7 +404,7 @@ class Preparer:
             id, source, reason = item.prompt.id, item.prompt.source, item.reason
             self._logged[source, reason] += 1
             if (count := self._logged[source, reason]) <= _LOGGED:
-                more = "; more of this kind are only counted" if count == _LOGGED else ""
+                more = "; further prompts that are skipped for this reason are only counted" if count == _LOGGED else ""
                 log.warning("skipped prompt %s of %s: %s (%s)%s", id, source, reason, item.detail, more)
         prepared = [item for item in items if isinstance(item, PreparedPrompt)]
         return prepared, [(item.prompt, item.reason) for item in skipped]

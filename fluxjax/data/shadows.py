@@ -200,7 +200,7 @@ def outlined(
     """Returns the arguments of `Processor.lay_out` for a tokenised prompt with these media; no file is read. Raises
     PromptError or ValueError, as `lay_out` does, if prompt and media do not fit together."""
     if wrong := next((ticket for ticket in tickets if ticket.settings != processor.settings.digest), None):
-        raise ValueError(f"{wrong.ref.name} was preprocessed by other settings than those of this process")
+        raise ValueError(f"{wrong.ref.name} was preprocessed with other media settings than this process has")
     outline = processor.outline_of(token_ids, [ticket.medium for ticket in tickets])
     shadows = [ticket.shadow(processor.settings.patch_bytes) for ticket in tickets]
     return outline, _joined(shadows) if shadows else None

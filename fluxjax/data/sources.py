@@ -73,7 +73,7 @@ def resolve(found: Iterable[str], wanted: Fields, where: str, empty: Container[s
         full = [alias for alias in aliases if alias in names and (role in REQUIRED or alias not in empty)]
         if role in MEDIA and len(full) > 1 and not asked:
             rivals = " and ".join(map(repr, full))
-            raise DataError(f"{where}: {rivals} hold {role}; name one: data.sources.*.columns.{role}")
+            raise DataError(f"{where}: {rivals} hold {role}; name one of them in data.sources.*.columns.{role}")
         result[role] = asked or next(iter(full), "")
     unused = [name for name in names if name not in result.values() and name not in empty]
     for role in REQUIRED:
@@ -111,8 +111,10 @@ def tell_unused(fields: Mapping[str, Sequence[object]], source: str, any_used: b
             fix = f"data.sources.{source}.columns.images or .videos"
             names_only = not any(isinstance(v, list | bytes) or (isinstance(v, dict) and "bytes" in v) for v in values)
             if not any_used and not names_only:
-                raise DataError(f"{where}: media in {name!r} are not used: name the field in {fix}, or take it out")
-            log.warning("%s: media in %r are not used; to use them: %s", where, name, fix)
+                raise DataError(
+                    f"{where}: media in {name!r} are not used: name the field in {fix}, or remove the field"
+                )
+            log.warning("%s: media in %r are not used; to use them, name the field in %s", where, name, fix)
 
 
 def _is_media(value: object) -> bool:
@@ -241,7 +243,7 @@ def given(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, Source]:
     for prompt in prompts:
         if prompt.source not in config.sources:
             known = ", ".join(config.sources)
-            raise DataError(f"prompt {prompt.id} is of source {prompt.source!r}; data.sources names {known}")
+            raise DataError(f"prompt {prompt.id} is of source {prompt.source!r}, but data.sources has only {known}")
         by_source.setdefault(prompt.source, []).append(prompt)
     return {name: PromptList(group) for name, group in by_source.items()}
 
@@ -269,7 +271,7 @@ class JsonlSource(PromptList):
                     raise _refused(id, "no id", where, found.id, record, "a string or an integer")
                 prompt = to_prompt(record, found, name, str(id), parent(path), where)
                 if (line := lines.setdefault(prompt.id, number)) != number:
-                    raise RecordError(prompt.id, "an id that is used before", f"{where}, first in line {line}")
+                    raise RecordError(prompt.id, "an id that was used before", f"{where}, first in line {line}")
             except RecordError as error:
                 prompt = error
             prompts.append(prompt)

@@ -36,11 +36,14 @@ class TensorDumps:
         for file in (file for file in self.passes() if file not in earlier):
             outputs = self._torch.load(file, map_location="cpu", weights_only=True)
             if missing := [name for name in norms if not isinstance(outputs.get(name), list)]:
-                raise OSError(f"{file} has no sums of {missing[0]}")
+                raise OSError(f"{file} has no residual stream of {missing[0]}")
             streams.append([outputs[name][1] for name in norms])
             if len({stream.data_ptr() for stream in streams[-1]}) < layers:
-                raise OSError(f"{file}: the server's norms overwrite their input, as on a CPU with AMX")
+                raise OSError(
+                    f"{file}: the server's norms overwrite their input, as on a CPU with AMX, so that its layers can't "
+                    "be compared"
+                )
         computed = sum(len(of_layers[0]) for of_layers in streams)
         if computed < tokens:
-            raise OSError(f"{self._folder} has new dumps of {computed} tokens, the prompt has {tokens}")
+            raise OSError(f"{self._folder} has new dumps of {computed} tokens, but the prompt has {tokens}")
         return [self._torch.cat(passes)[:tokens].float().numpy() for passes in zip(*streams, strict=True)]

@@ -42,7 +42,7 @@ async def installation(config: Config | None, samples: int) -> AsyncIterator[Fin
     blind = driver and on_cpu and os.environ.get("JAX_PLATFORMS") != "cpu"
     yield Finding("devices", f"{jax.local_device_count()} x {device.device_kind}", CUDA if blind else "")
     yield _driver_and_cuda(driver)
-    trouble = "there is no GPU that needs it" if on_cpu else triton_trouble()
+    trouble = "not needed without a GPU" if on_cpu else triton_trouble()
     yield Finding("jax-triton", trouble or "can be imported", CUDA if trouble else "", asked=not on_cpu)
     stats, scratch = device.memory_stats() or {}, scratch_folder()
     free = {str(scratch): shutil.disk_usage(scratch).free}

@@ -56,10 +56,10 @@ NORMALISATIONS = {  # (mean, standard deviation) of each channel
     "by mean and deviation 0.5": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
 FIXES = {  # by a word of the part that differs
-    "token ids": "give both the same tokenizer.json, or send token ids and never text",
-    "template": "give both the same chat_template.jinja, or send token ids and never messages",
+    "token ids": "give the server and the trainer the same tokenizer.json, or send token ids and never text",
+    "template": "give the server and the trainer the same chat_template.jinja, or send token ids and never messages",
     "weights": "the last update did not arrive, or the server has another checkpoint: update or restart it",
-    "pixels": "see which media reach the server, and give both the same preprocessor_config.json",
+    "pixels": "see which media reach the server, and give the server and the trainer the same preprocessor_config.json",
     "positions": "update the server, or send it the trainer's positions (rollout.serve, rollout/sglang_plugin)",
     "temperature": "log-probs must be of the sampled distribution: SGLANG_RETURN_ORIGINAL_LOGPROB must be unset",
     "sampling": "the server must apply logit_bias, to log-probs too: compare its logits processors",
@@ -139,7 +139,7 @@ class ServerComparison:
         if not names:
             return Finding(name, f"checksums of {count} tensors")
         *_, part, first = min((*_part_of(tensor), tensor) for tensor in names)
-        detail = f"{len(names)} of {count} checksums, first that of {first}"
+        detail = f"{len(names)} of {count} checksums differ, the first is that of {first}"
         return _differs("weights" if 2 * len(names) > count else f"{part} (weights)", detail)
 
     async def _log_probs(self, name: str) -> Finding:
@@ -166,7 +166,7 @@ class ServerComparison:
         gaps = [_relative(a_TD, b_TD) for a_TD, b_TD in zip(ours, theirs, strict=True)]
         beyond = [number for number, gap in enumerate(gaps) if not gap <= self._tolerance]  # NaN counts, too
         layer = beyond[0] if beyond else int(np.argmax(gaps))
-        before = f"{gaps[layer - 1]:.1e} before it" if layer else "it is the first layer"
+        before = f"by {gaps[layer - 1]:.1e} before this layer" if layer else "which is the first layer"
         detail = f"{unexplained.detail}; hidden states differ by {gaps[layer]:.1e} behind layer {layer}, {before}"
         detail += "" if beyond else ": compare the final norm, the head and decoding"
         of_tower = unexplained.name == "tower" and layer == 0  # layer 0 reads the tower's features
@@ -201,7 +201,9 @@ class ServerComparison:
         or `rest` if no suspect does."""
         answers, tokens = await self._answers(request, files)
         if tokens != len(request.prompt):
-            return _differs("pixels", f"{name}: the prompt has {tokens} tokens, the trainer's {len(request.prompt)}")
+            return _differs(
+                "pixels", f"{name}: the server counts {tokens} tokens in the prompt, the trainer {len(request.prompt)}"
+            )
         if broken := {id for answer in answers for id in answer.token_ids} & {*request.sampling.forbidden_ids}:
             return _differs("sampling mask", f"{name}: forbidden tokens are sampled: {sorted(broken)}")
 
@@ -216,8 +218,10 @@ class ServerComparison:
             return Finding(name, detail)
         least, part, fault = min((gap_of(asked), part, fault) for part, fault, asked in [*faulty, (rest, "", request)])
         if least > min(tolerance, gap / 3):
-            return _differs(rest, f"{name}: {detail}; no suspect explains it")
-        return _differs(part, f"{name}: {fault}: {detail}, and by {least:.1e} if so here")
+            return _differs(rest, f"{name}: {detail}; no fault that the doctor knows explains this")
+        return _differs(
+            part, f"{name}: {fault}: {detail}, but only by {least:.1e} if the trainer computes with this fault"
+        )
 
     async def _answers(self, request: GenerateRequest, files: Probe | None) -> tuple[list[Response], int]:
         """Returns sampled answers, and the tokens of the prompt by the server's count. With `files`, the server gets
@@ -274,28 +278,32 @@ def suspects(processor: Processor, probe: Probe, request: GenerateRequest) -> It
         return
     inputs, positions_3T, shown_T = probe.inputs, probe.inputs.positions_3T, probe.inputs.feature_index_T >= 0
     blind = dataclasses.replace(inputs, vision=None, feature_index_T=np.full_like(inputs.feature_index_T, -1))
-    yield "pixels", "it computes without the media", dataclasses.replace(request, prompt=blind)
+    yield "pixels", "the server computes without the media", dataclasses.replace(request, prompt=blind)
     for words, (mean, std) in NORMALISATIONS.items():
         image, video = (dataclasses.replace(kind, mean=mean, std=std) for kind in (processor.image, processor.video))
         prompt = dataclasses.replace(processor, image=image, video=video).prepare_ids(probe.ids, probe.media)
-        yield "pixels", f"its pixels are {words}", dataclasses.replace(request, prompt=prompt)
+        yield "pixels", f"the server's pixels are scaled {words}", dataclasses.replace(request, prompt=prompt)
     if len(probe.media) > 1:  # the probes of several media have pictures of one size
         prompt = processor.prepare_ids(probe.ids, probe.media[::-1])
-        yield "pixels", "its media are in reverse order", dataclasses.replace(request, prompt=prompt)
+        yield "pixels", "the server has the media in reverse order", dataclasses.replace(request, prompt=prompt)
     for factor in (2, 0.5):
         layout = dataclasses.replace(processor.layout, tokens_per_second=factor * processor.layout.tokens_per_second)
         prompt = dataclasses.replace(processor, layout=layout).prepare_ids(probe.ids, probe.media)
         yield "positions (time)", f"a video's time is scaled by {factor}", dataclasses.replace(request, prompt=prompt)
     prompt = dataclasses.replace(inputs, next_position=len(inputs))
-    yield "positions (all axes)", "those of the answer count tokens", dataclasses.replace(request, prompt=prompt)
+    yield (
+        "positions (all axes)",
+        "the positions of the answer count tokens",
+        dataclasses.replace(request, prompt=prompt),
+    )
     misplaced = {
-        ("all axes", "it counts tokens on all axes, as for text"): np.tile(np.arange(len(inputs)), (3, 1)),
-        ("height and width", "they are dropped: both are those of time"): positions_3T[[0, 0, 0]],
-        ("height and width", "they are exchanged"): positions_3T[[0, 2, 1]],
+        ("all axes", "the server counts tokens on all axes, as for text"): np.tile(np.arange(len(inputs)), (3, 1)),
+        ("height and width", "the server has the positions of time in the place of both"): positions_3T[[0, 0, 0]],
+        ("height and width", "the server has the two exchanged"): positions_3T[[0, 2, 1]],
     }
     for (axis, name), by in itertools.product(enumerate(("time", "height", "width")), (1, -1)):
         shift_3T = by * np.outer(np.arange(3) == axis, shown_T)
-        misplaced[name, f"those of the media are shifted by {by:+d}"] = positions_3T + shift_3T
+        misplaced[name, f"the positions of the media are shifted by {by:+d}"] = positions_3T + shift_3T
     for (axes, fault), faulty_3T in misplaced.items():
         following = int(faulty_3T[0, -1]) + 1  # the prompt ends with text
         prompt = dataclasses.replace(inputs, positions_3T=faulty_3T.astype(np.int32), next_position=following)

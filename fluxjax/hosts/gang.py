@@ -307,10 +307,10 @@ def fingerprint(config: Config, compositions: Sequence[Composition]) -> str:
 
 # Settings that work only in a run of one process, each with its reason.
 ALONE_ONLY = {
-    "stream_trainer": "it computes gradients on the devices of some engines, while the others, of every "
-    "process, go on decoding: no program of several processes can leave some of their devices out",
-    "parallelism.min_degree": "process 0 knows the embedded engines of the other processes as servers, whose devices "
-    "it can't deal anew; set rollout.engine to serve",
+    "stream_trainer": "it computes gradients on the devices of some engines while other engines go on decoding: no "
+    "program of several processes can leave out some of their devices",
+    "parallelism.min_degree": "process 0 sees the embedded engines of other processes as servers, and can't give these "
+    "engines other devices; set rollout.engine to serve",
 }
 
 
@@ -323,17 +323,17 @@ def check_across_processes(config: Config) -> None:
     }
     for name, why in ALONE_ONLY.items():
         if used[name]:
-            raise ConfigError(f"{name}: not over several processes (distributed.processes), because {why}")
+            raise ConfigError(f"{name} does not work with several processes (distributed.processes), because {why}")
     if config.sharding.devices not in (0, jax.device_count()):
         raise ConfigError(
-            f"sharding.devices is {config.sharding.devices}, but over several processes all {jax.device_count()} "
-            "train; leave it at 0"
+            f"sharding.devices is {config.sharding.devices}, but with several processes all {jax.device_count()} "
+            "devices train; leave sharding.devices at 0"
         )
     if embedded and config.rollout.engines % jax.process_count():
         raise ConfigError(
-            f"rollout.engines is {config.rollout.engines}; make it 0, or a multiple of the {jax.process_count()} "
-            "processes, which have as many engines each"
+            f"rollout.engines is {config.rollout.engines}; each of the {jax.process_count()} processes must have the "
+            f"same number of engines: make rollout.engines 0 or a multiple of {jax.process_count()}"
         )
     counts = collections.Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
-        raise ConfigError(f"processes must have as many devices each; they have {sorted(counts.values())}")
+        raise ConfigError(f"all processes must have the same number of devices; they have {sorted(counts.values())}")

@@ -141,7 +141,10 @@ def decode(data: bytes) -> Order:
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.exceptions.UnpackException) as error:
         raise OrderError(f"{len(data)} bytes came that are no order: {error}") from error
     if protocol != PROTOCOL:
-        raise OrderError(f"process 0 speaks version {protocol} of the orders, this one {PROTOCOL}: run one release")
+        raise OrderError(
+            f"process 0 speaks version {protocol} of the orders, this process version {PROTOCOL}: run one release in "
+            "all processes"
+        )
     if kind not in _ORDERS:
         raise OrderError(f"there is no order {kind!r}")
     responses = data[unpacker.tell() :]
@@ -206,9 +209,9 @@ def shares_of(order: Learn, inputs: Inputs) -> list[Share]:
     except (KeyError, TypeError, ValueError, IndexError) as error:
         if isinstance(error, OrderError):
             raise
-        raise OrderError(f"rows that can't be read: {error}") from error
+        raise OrderError(f"the rows of an order can't be read: {error}") from error
     if at != len(data):
-        raise OrderError(f"{len(data) - at} bytes more than the responses came")
+        raise OrderError(f"an order has {len(data) - at} bytes after its last response")
     return shares
 
 
@@ -221,7 +224,7 @@ def _share_of(rows: Mapping[str, Any], data: bytes, at: int, inputs: Inputs) -> 
     }
     found = inputs({draw: media[draw] for draw in sorted(media)})
     if missing := sorted(media.keys() - set(found)):
-        raise OrderError(f"draw {missing[0]} can't be prepared here, but could be in process 0")
+        raise OrderError(f"draw {missing[0]} can't be prepared in this process, but could be in process 0")
     read: dict[int, TrainGroup] = {}
     for item, group in groups.items():
         if item in needed:

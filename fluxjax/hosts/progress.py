@@ -62,7 +62,7 @@ class Progress:
                     moved = now
                 work = self._work
                 if work is not None and now > max(work[0], moved) + self._limit:
-                    self._links.fail(f"{self._links.name} has not come on for {self._limit:g} s, at {work[1]()}")
+                    self._links.fail(f"{self._links.name} has made no progress for {self._limit:g} s, at {work[1]()}")
                     return
 
     def _tell(self, topic: str) -> None:

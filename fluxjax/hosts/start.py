@@ -33,8 +33,8 @@ def join(settings: DistributedConfig) -> Team:
     here = f"distributed.coordinator is {settings.coordinator}: process {settings.process} of {settings.processes}"
     limit_seconds = min(START_SECONDS, settings.progress_timeout)
     late = LinkError(
-        f"{here} has waited {limit_seconds:g} s for the others, and not all have "
-        "come: see which of them is not running, or says something else"
+        f"{here} has waited {limit_seconds:g} s for the other processes, and not all have come: see which process is "
+        "not running, or has other settings in distributed"
     )
     limit = threading.Timer(limit_seconds, leave, (late, None, LOST))
     limit.daemon = True
@@ -49,7 +49,7 @@ def join(settings: DistributedConfig) -> Team:
         )
         links = Links(timeout=SILENCE, grace=GRACE)
     except (LinkError, RuntimeError, OSError) as error:
-        raise LinkError(f"{here} does not reach the others: {' '.join(str(error).split())[:300]}") from error
+        raise LinkError(f"{here} does not reach the other processes: {' '.join(str(error).split())[:300]}") from error
     finally:
         limit.cancel()
     return Gang(links, settings.progress_timeout)

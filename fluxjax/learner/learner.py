@@ -233,8 +233,8 @@ class Learner:
         those of the state."""
         if self._base is not None and (np.asarray(state.pop("base")) != np.asarray(self._base)).any():
             raise ConfigError(
-                "model.path has other weights than those that the adapters of the checkpoint were trained beside; put "
-                "back the folder that the run began with"
+                "model.path has other weights than those that the adapters of the checkpoint were trained beside; "
+                "restore the model folder with which the run began"
             )
         self._abstract = False
         self.params = self.with_trained(self.gradients.strategy.shard_trained(state.pop("params")))

@@ -367,7 +367,8 @@ def check_algorithm(config: Config, algorithm: RLAlgorithm) -> None:
         if whole_step and getattr(config, name):
             raise ConfigError(
                 f"{name} computes gradients before a step is complete, but advantages of algorithm.name = "
-                f"{config.algorithm.label} depend on all of it; unset the one or choose another"
+                f"{config.algorithm.label} depend on all responses of the step; unset {name} or choose another "
+                "algorithm"
             )
 
 

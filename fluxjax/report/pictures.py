@@ -205,10 +205,10 @@ def media_picture(history: Sequence[Transition], end: float, file: pathlib.Path)
         axes.axvline(time, color=colours[place], linewidth=1.2, linestyle="--")
         axes.plot(time, 0, "X", color=colours[place], markeredgecolor="black", clip_on=False, markersize=9, zorder=3)
     title = f"one in {every} of {rows:,} media" if every > 1 else f"{rows:,} media"
-    axes.set_title(f"Who held what when ({title})", pad=12)
+    axes.set_title(f"Which process held which media ({title})", pad=12)
     axes.set(
         xlabel="seconds",
-        ylabel="media in the order in which they were first wanted",
+        ylabel="media, in the order in which they were first needed",
         xlim=(0, max(end - origin, 1e-3)),
         ylim=(rows, 0),
     )
@@ -229,9 +229,11 @@ def _legend(bars: Sequence[MediumBar], colours: Mapping[str, str], lost: Counter
         handles.append(Patch(color=colour, label=f"{place}: {held[place]:,} held{losses}"))
     if len(colours) > MOST_NAMED:
         handles.append(Patch(facecolor="none", label=f"and {len(colours) - MOST_NAMED} more"))
-    handles.append(Patch(color="#bbbbbb", label="light: being looked at"))
+    handles.append(Patch(color="#bbbbbb", label="light: the size is being read"))
     if lost:
-        handles.append(Line2D([], [], color="black", marker="X", linestyle="--", label="lost, with all it held"))
+        handles.append(
+            Line2D([], [], color="black", marker="X", linestyle="--", label="process lost, with all media it held")
+        )
     return handles
 
 

@@ -101,14 +101,14 @@ class ServerCollector(StatusCollector):
 
     kind, labels = "server", {"server": "name"}
     metrics: ClassVar = {
-        "up": (GAUGE, "1: it takes requests, 0: it starts, or was lost"),
-        "asleep": (GAUGE, "1: it gave its memory back, until it is needed"),
-        "version": (GAUGE, "the version of the weights that it was proven to have, -1: none"),
-        "running": (GAUGE, "samples that it generates"),
-        "waiting": (GAUGE, "samples that wait for a place"),
-        "tokens_per_second": (GAUGE, "generated tokens a second, as it says itself"),
-        "restarts": (COUNTER, "times that it was lost"),
-        "tokens": (COUNTER, "generated tokens that came from it"),
+        "up": (GAUGE, "1: the server takes requests, 0: it starts, or was lost"),
+        "asleep": (GAUGE, "1: the server gave its memory back, until it is needed"),
+        "version": (GAUGE, "the version of the weights that the server was proven to have, -1: none"),
+        "running": (GAUGE, "samples that the server generates"),
+        "waiting": (GAUGE, "samples that wait for a slot"),
+        "tokens_per_second": (GAUGE, "generated tokens a second, as the server says itself"),
+        "restarts": (COUNTER, "times that the server was lost"),
+        "tokens": (COUNTER, "generated tokens that came from the server"),
     }
 
 
@@ -117,21 +117,26 @@ class HostCollector(StatusCollector):
 
     kind, labels = "host", {"process": "process", "host": "host"}
     metrics: ClassVar = {
-        "devices": (GAUGE, "devices that it trains on"),
-        "memory_bytes": (GAUGE, "resident memory after its last step"),
-        "device_memory_bytes": (GAUGE, "bytes in use at most, of its fullest device, 0: unknown"),
-        "step": (GAUGE, "training steps since it was started"),
-        "prepare_seconds": (GAUGE, "planning, reading media and laying out the last step"),
-        "train_seconds": (GAUGE, "programs of the last step, waiting for others within them included"),
-        "wait_seconds": (GAUGE, "standing still before the programs of the last step"),
-        "own_seconds": (GAUGE, "what others may have waited for in the last step"),
+        "devices": (GAUGE, "devices that the process trains on"),
+        "memory_bytes": (GAUGE, "resident memory after the process's last step"),
+        "device_memory_bytes": (GAUGE, "most bytes in use on the fullest device of the process, 0: unknown"),
+        "step": (GAUGE, "training steps since the process was started"),
+        "prepare_seconds": (GAUGE, "time for planning, reading media and laying out the last step"),
+        "train_seconds": (
+            GAUGE,
+            "time in the programs of the last step, including waits for other processes within them",
+        ),
+        "wait_seconds": (GAUGE, "time without work before the programs of the last step"),
+        "own_seconds": (GAUGE, "time for which other processes may have waited for this process in the last step"),
     }
 
     def collect(self) -> Iterable[Metric]:
         yield from super().collect()
         if len(hosts := self._statuses()) > 1:
             last = slowest(hosts)
-            yield self._metric(GAUGE, "slowest", "1: the others wait for it", hosts, lambda host: host is last)
+            yield self._metric(
+                GAUGE, "slowest", "1: the other processes wait for this process", hosts, lambda host: host is last
+            )
 
 
 class PreprocessorCollector(StatusCollector):
@@ -139,15 +144,15 @@ class PreprocessorCollector(StatusCollector):
 
     kind, labels = "preprocessor", {"preprocessor": "name"}
     metrics: ClassVar = {
-        "up": (GAUGE, "1: it answers, 0: it starts, or was lost"),
-        "queued": (GAUGE, "media that wait to be decoded by it"),
-        "memory_bytes": (GAUGE, "decoded media that it keeps in memory"),
-        "looks": (COUNTER, "media that it looked at"),
-        "decoded": (COUNTER, "media that it decoded, whole or in part"),
-        "bytes": (COUNTER, "bytes of pixels that came from it to process 0"),
-        "hits": (COUNTER, "slices that were asked for, and there"),
-        "misses": (COUNTER, "slices that were asked for, and had to be decoded again"),
-        "lost": (COUNTER, "times that it was lost"),
+        "up": (GAUGE, "1: the preprocessor answers, 0: it starts, or was lost"),
+        "queued": (GAUGE, "media that wait to be decoded by the preprocessor"),
+        "memory_bytes": (GAUGE, "bytes of decoded media that the preprocessor keeps in memory"),
+        "looks": (COUNTER, "media whose size the preprocessor read"),
+        "decoded": (COUNTER, "media that the preprocessor decoded, all or in part"),
+        "bytes": (COUNTER, "bytes of pixels that came from the preprocessor to process 0"),
+        "hits": (COUNTER, "slices that were asked for and were still decoded"),
+        "misses": (COUNTER, "slices that were asked for and had to be decoded again"),
+        "lost": (COUNTER, "times that the preprocessor was lost"),
     }
 
 

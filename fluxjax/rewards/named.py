@@ -90,7 +90,7 @@ def find(name: str, field: str = "reward", arguments: Mapping[str, Any] | None =
         try:
             inspect.signature(value).bind_partial(**arguments)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{field} is {name!r}, which can't be given {arguments}: {error}") from None
+            raise ConfigError(f"{field} is {name!r}, which does not take the arguments {arguments}: {error}") from None
     return FoundReward(name, field, value, arguments)
 
 
@@ -184,5 +184,5 @@ def as_batch(results: Any, count: int) -> list[Any]:
     if not isinstance(results, Sequence) or isinstance(results, str | bytes):
         raise RewardFailure(Failing.INVALID, f"returned {type(results).__name__}, expected {count} rewards")
     if len(results) != count:
-        raise RewardFailure(Failing.INVALID, f"answered {len(results)} times for {count} responses")
+        raise RewardFailure(Failing.INVALID, f"returned {len(results)} rewards for {count} responses")
     return list(results)

@@ -203,7 +203,9 @@ class Scorer:
                 if len(found) > self._settings.max_unreadable * len(prompts):
                     self.close()
                     share = f"a share of more than rewards.max_unreadable = {self._settings.max_unreadable:g}"
-                    raise ConfigError(f"{line}: {share}; choose another reward ('math' reads formulas), or mend them")
+                    raise ConfigError(
+                        f"{line}: {share}; choose another reward ('math' reads formulas), or mend the answers"
+                    )
                 if found:
                     log.warning("%s: responses to such prompts score 0", line)
 
@@ -332,7 +334,7 @@ class Scorer:
         elif is_reward(given) and not inspect.isclass(given):
             found = FoundReward(getattr(given, "__qualname__", type(given).__qualname__), field, given, {})
         else:
-            raise ConfigError(f"rewards: what is given for source {source} is {given!r}; it must be {SHAPES}")
+            raise ConfigError(f"rewards: the reward for source {source} is {given!r}; it must be {SHAPES}")
         reward, caller = self._called(found, given is not None)
         guards = self._settings.max_failed, self._note, self._give_up
         self._rewards.append(GuardedReward(source, found.name, reward, caller, *guards))

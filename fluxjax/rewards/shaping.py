@@ -66,7 +66,9 @@ class Overlong(BuiltIn):
 
     name = "overlong"
     most_tokens: int = bounded(0, lambda n: n > 0, "be positive: set it to rollout.max_new_tokens")
-    interval: int = bounded(0, lambda n: n > 0, "be positive: tokens below most_tokens from which length costs")
+    interval: int = bounded(
+        0, lambda n: n > 0, "be positive: length costs from this number of tokens below most_tokens on"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -89,7 +89,7 @@ class Checkpoints:
         for step in (step for step in steps if self._damage[step] == NO_SUMS):
             log.warning("the checkpoint of step %d has no checksums and is taken unchecked", step)
             return step
-        raise ResumeError(f"every checkpoint in {self.folder} is damaged; restore the files, or remove it all")
+        raise ResumeError(f"every checkpoint in {self.folder} is damaged; restore the files, or remove this folder")
 
     def chosen(self, asked: int | None = None) -> int:
         """Returns the step to restore, which is `asked`, or else that of `undamaged`. Raises `ResumeError` if that
@@ -185,7 +185,7 @@ class Checkpoints:
         for name in sorted(stored.keys() | wanted.keys()):
             if stored.get(name) != wanted.get(name):
                 has, wants = (shapes.get(name, "none") for shapes in (stored, wanted))
-                raise ValueError(f"{name} has the shape {has} there, {wants} is wanted")
+                raise ValueError(f"{name} has the shape {has} in the checkpoint, but {wants} in the model")
 
     def close(self) -> None:
         self.wait()

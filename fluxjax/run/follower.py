@@ -139,7 +139,7 @@ def follow(gang: Team, algorithm: object) -> None:
         raise OrderError(f"process 0 begins with {start.name}; run one release in all processes")
     run_dir = pathlib.Path(start.run_dir)
     if not run_dir.is_dir():
-        raise ConfigError(f"run_dir must be on a file system that all hosts share: {run_dir} is not here")
+        raise ConfigError(f"run_dir must be on a file system that all hosts share: there is no {run_dir} on this host")
     config = run_folder.from_json(start.config)
     config.run_dir = str(run_dir)
     if not isinstance(algorithm, str):

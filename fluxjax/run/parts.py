@@ -153,7 +153,7 @@ def settled_remat(
     if room is None:
         return Remat.NONE if settings.remat is Remat.AUTO else settings.remat
     if isinstance(settings.strategy, ODC):
-        progress("memory is not checked before the start: odc's layers are programs of their own")
+        progress("memory is not checked before the start: with odc, each layer is a program of its own")
         return Remat.LAYER if settings.remat is Remat.AUTO else settings.remat
 
     from ..sizing.check import check
@@ -162,14 +162,16 @@ def settled_remat(
         progress(f"does it fit? {text}")
 
     if config.stream_trainer:
-        said("what training keeps on engines that are lent to it (stream_trainer) is not counted")
+        said("the memory that training takes on lent engines (stream_trainer) is not counted")
 
     devices = list(mesh.devices.flat)
     verdict = check(
         config, model, devices, room, said, never_sampled=never_sampled, longest_row=False, sleeping=sleeping
     )
     if not verdict.fits:
-        raise ConfigError("\n".join([*verdict.answer(), "Or try it all the same: --config.sharding.preflight=false"]))
+        raise ConfigError(
+            "\n".join([*verdict.answer(), "Or start the run without this check: --config.sharding.preflight=false"])
+        )
     return verdict.remat
 
 

@@ -252,7 +252,7 @@ class FluxTrainer:
         self.state.save_now()
         checkpoints = self.parts.checkpoints
         if not checkpoints.wait():
-            raise ResumeError(f"not saved in {checkpoints.folder}: {checkpoints.failed[-1]}")
+            raise ResumeError(f"the checkpoint could not be written to {checkpoints.folder}: {checkpoints.failed[-1]}")
 
     def load_checkpoint(self, step: int | None = None) -> int:
         """Restores a checkpoint of this run folder, by default the newest undamaged checkpoint, onto this trainer's

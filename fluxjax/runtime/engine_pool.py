@@ -64,14 +64,15 @@ class EnginePool:
         wanted = engines * parallelism.degree
         if wanted > len(devices) and (parallelism.degree > 1 or parallelism.enabled):
             raise ConfigError(
-                f"rollout.engines ({engines}) x parallelism.degree ({parallelism.degree}) need {wanted} devices, there "
-                f"are {len(devices)}"
+                f"rollout.engines ({engines}) x parallelism.degree ({parallelism.degree}) need {wanted} devices, but "
+                f"there are {len(devices)}"
             )
         if parallelism.degree > 1 and isinstance(config.policy, AdaptiveAsyncConfig):
             # Two programs may start in different orders on several devices that they share, which would be a deadlock.
             raise ConfigError(
-                f"parallelism.degree is {parallelism.degree}, but adaptive_async trains on the devices of its engines "
-                "while they generate, where only engines of one device can; set it to 1"
+                f"parallelism.degree is {parallelism.degree}, but policy=adaptive_async trains on the devices of its "
+                "engines while they generate, which is possible only with engines of one device; set "
+                "parallelism.degree to 1"
             )
         self.devices = tuple(devices[number % len(devices)] for number in range(wanted))
         if parallelism.profile:
@@ -124,7 +125,7 @@ class EnginePool:
         Surplus engines are closed first, which frees their memory. Raises ValueError if there are too few devices."""
         dealt = deal(self.devices, degree)
         if not dealt:
-            raise ValueError(f"{len(self.devices)} devices make no engine of {degree}")
+            raise ValueError(f"{len(self.devices)} devices are too few for an engine of {degree} devices")
         for engine in self.engines[len(dealt) :]:
             await engine.close()
         del self.engines[len(dealt) :]

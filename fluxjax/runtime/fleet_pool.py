@@ -265,8 +265,8 @@ def _devices(config: Config, model: Decoder, count: int) -> tuple[Device, ...]:
     if config.stream_trainer:
         if count > len(devices):
             raise ConfigError(
-                f"stream_trainer: {config.servers.servers} servers x parallelism.degree "
-                f"({config.parallelism.degree}) servers are on {count} devices, training has {len(devices)}"
+                f"stream_trainer: {config.servers.servers} servers x parallelism.degree ({config.parallelism.degree}) "
+                f"need {count} devices, but training has {len(devices)}"
             )
         check_lent(config, model, devices[:count])
     return devices[:count]
@@ -292,10 +292,15 @@ def _command(config: Config, checkpoint: pathlib.Path, number: int, degree: int)
 
 def _check_reachable(config: Config, address: str) -> None:
     if config.parallelism.enabled:
-        raise ConfigError(f"{address} can't join a run with parallelism.min_degree: its servers have a degree each")
+        raise ConfigError(
+            f"{address} can't join a run with parallelism.min_degree, because such a run starts its servers itself"
+        )
     route = config.weights.chosen(config.servers)
     if route in (Route.SHM, Route.IPC) and not on_this_host(address):
-        raise ConfigError(f"{address} is on another host, which weights.route={route.value} does not reach")
+        raise ConfigError(
+            f"{address} is on another host, which weights.route={route.value} does not reach; set weights.route to "
+            "bucket or orbax"
+        )
 
 
 def _route(config: Config, model: DecoderConfig, agents: Mapping[str, str], token: str) -> SyncRoute:

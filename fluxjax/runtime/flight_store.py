@@ -193,4 +193,6 @@ class FlightStore(Places):
 
 def _lost_over(seat: PlaceSeat, link: FlightPlace, error: PlaceLost) -> DataError:
     last = f"{seat.name} at {link.address}: {error}"
-    return DataError(f"preprocessors were lost or did not answer {_LOSSES} times over the same media; the last, {last}")
+    return DataError(
+        f"preprocessors were lost or did not answer {_LOSSES} times over the same media; the last time: {last}"
+    )

@@ -311,7 +311,7 @@ class Places:
 
     def _kept(self, seat: PlaceSeat, ended: concurrent.futures.Future[None]) -> None:
         if (error := ended.exception()) is not None:
-            self.fail(f"keeping a connection with {seat.name} ended: {type(error).__name__}: {error}")
+            self.fail(f"the connection with {seat.name} can't be kept any more: {type(error).__name__}: {error}")
 
     def _reach(self, seat: PlaceSeat, address: str) -> None:
         link: FlightPlace | None = None

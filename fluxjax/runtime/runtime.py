@@ -200,7 +200,10 @@ class Runtime:
         try:
             async for chunk in stream:
                 if chunk.sample not in open_samples:
-                    raise EngineError(f"request {request.rid}: chunk for sample {chunk.sample}, which is not open")
+                    raise EngineError(
+                        f"request {request.rid}: a chunk came for sample {chunk.sample}, which has ended or was not "
+                        "asked for"
+                    )
                 open_samples[chunk.sample].append(chunk)
                 if chunk.finish is None:
                     continue
@@ -311,7 +314,7 @@ class Runtime:
     @_carry_out.of(messages.SetParallelism)
     async def _set_parallelism(self, order: messages.SetParallelism) -> None:
         if self.set_parallelism is None:
-            raise CoordinatorError(f"{order}, but these engines can't change")
+            raise CoordinatorError(f"{order} was ordered, but these engines can't change their number of devices")
         with self.timeline.span("sync", "engines", self.coordinator.step):
             self.engines = tuple(await self.set_parallelism(order.degree))
         self._asleep.clear()
@@ -325,7 +328,9 @@ class Runtime:
             version, weights = await self._in_thread(self._newest_weights)
             self._weights[version] = weights
         if order.version not in self._weights:
-            raise CoordinatorError(f"the trainer holds version {max(self._weights)}, not {order.version}")
+            raise CoordinatorError(
+                f"weights of version {order.version} are needed, but the trainer holds version {max(self._weights)}"
+            )
         params = self._weights[order.version]
         self._forget_before(order.version)
         numbers = set(order.engines or range(len(self.engines)))

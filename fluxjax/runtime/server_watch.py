@@ -205,10 +205,13 @@ class ServerFile:
                 for word in words[:2]:
                     check_address(word, f"{self.file}, line {number}")
                 if len(words) > 2:
-                    raise ConfigError(f"{self.file}, line {number} has {words[2]!r} behind a server and its agent")
+                    raise ConfigError(
+                        f"{self.file}, line {number} has {words[2]!r} after the addresses of a server and its agent; "
+                        "remove it"
+                    )
                 self._reachable(words[0])
             except ConfigError as error:
-                complaints.append(f"{error}; nobody leaves until it is mended")
+                complaints.append(f"{error}; no server leaves the run until this line is mended")
                 continue
             wanted[words[0].rstrip("/")] = words[1] if len(words) == 2 else ""
         return wanted, complaints

@@ -100,11 +100,12 @@ class SimulateConfig(Config):
         if self.rollout.engines not in (default.rollout.engines, self.simulation.engines):
             raise ConfigError(
                 f"rollout.engines is {self.rollout.engines}; leave it out: simulation.gpus and simulation.degree make "
-                f"{self.simulation.engines}"
+                f"{self.simulation.engines} engines"
             )
         if self.parallelism.degree not in (default.parallelism.degree, self.simulation.degree):
             raise ConfigError(
-                f"parallelism.degree is {self.parallelism.degree}; leave it out, simulation.degree is the first one"
+                f"parallelism.degree is {self.parallelism.degree}; leave it out: simulation.degree is the degree at "
+                "the start"
             )
         self.rollout.engines, self.parallelism.degree = self.simulation.engines, self.simulation.degree
         self.validate_scheduling()

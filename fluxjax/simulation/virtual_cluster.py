@@ -89,7 +89,9 @@ class Cluster:
         if self.coordinator.finished is None:
             awaited = ", ".join(kind.__name__ for kind in self.coordinator.awaiting) or "responses or rewards"
             step, heard = self.coordinator.step + 1, self._heard
-            raise StuckError(f"step {step}: since {heard:.0f} s nothing happens, the coordinator awaits {awaited}")
+            raise StuckError(
+                f"step {step}: nothing has happened since {heard:.0f} s, and the coordinator awaits {awaited}"
+            )
         return self.coordinator.finished
 
     def post(self, event: messages.Event) -> None:

@@ -119,10 +119,12 @@ class RunShapes:
         if isinstance(config.sharding.strategy, ODC):
             raise ConfigError(
                 "sharding.strategy is odc, which makes a program of each layer; the pre-flight does not compile these: "
-                "try --config.sharding.strategy=flex_ulysses, which keeps as many weights and tokens on a device"
+                "try --config.sharding.strategy=flex_ulysses, which keeps as much of the weights and tokens on a device"
             )
         if config.sharding.devices not in (0, len(devices)):
-            raise ConfigError(f"sharding.devices is {config.sharding.devices}, the topology has {len(devices)}")
+            raise ConfigError(
+                f"sharding.devices is {config.sharding.devices}, but the topology has {len(devices)} devices"
+            )
         abstract = models.abstract(model)
         if never_sampled is None:
             never_sampled = (model.image_token_id, model.video_token_id) if model.vision else ()

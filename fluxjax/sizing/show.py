@@ -64,7 +64,7 @@ def show(verdict: Verdict, title: str, console: Console) -> None:
         sent.add_section()
     console.print(sent)
     console.print(
-        "Exposed: in the compiled schedule nothing that takes as long runs between start and end.", style="dim"
+        "Exposed: the compiled schedule has no computation of this length between start and end.", style="dim"
     )
     for line in _conclusions(verdict):
         console.print(line, highlight=False, soft_wrap=True)
@@ -80,7 +80,7 @@ def _conclusions(verdict: Verdict) -> list[str]:
         )
     lines.append(
         f"While weights are loaded, a process takes up to {verdict.host / GIB:.1f} GiB of host memory (the largest "
-        "tensor, as read and as float32) beside what Python and XLA take."
+        "tensor, as read and as float32), in addition to what Python and XLA take."
     )
     triton = [name for name, kernel in verdict.attention.items() if kernel == "triton"]
     portable = [name for name, kernel in verdict.attention.items() if kernel == "portable"]

@@ -82,7 +82,7 @@ def memory_fraction(default: float) -> float:
     try:
         return float(given or default)
     except ValueError:
-        raise ConfigError(f"{MEMORY_FRACTION} is {given!r}, which is no number") from None
+        raise ConfigError(f"{MEMORY_FRACTION} is {given!r}, which is not a number") from None
 
 
 def find_plugin(folder: str = "") -> None:
@@ -102,9 +102,9 @@ def find_plugin(folder: str = "") -> None:
     for name in plugin_packages(path):
         version = _version(name, path)
         if version is None:
-            raise ConfigError(f"{name} is not in {where}, and XLA's compiler for GPUs is in it; {_how(jaxlib)}")
+            raise ConfigError(f"{name}, which has XLA's compiler for GPUs, is not in {where}; {_how(jaxlib)}")
         if version != jaxlib:
-            raise ConfigError(f"{name} in {where} is {version}, jaxlib is {jaxlib}; {_how(jaxlib)}")
+            raise ConfigError(f"{name} in {where} is {version}, but jaxlib is {jaxlib}; {_how(jaxlib)}")
     if folder:
         sys.path.insert(0, folder)
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -90,7 +90,7 @@ def _video(container: InputContainer, name: str) -> VideoStream:
     for stream in container.streams.video:
         if not stream.disposition & (Disposition.attached_pic | Disposition.still_image):
             if stream.codec_context is None:
-                raise MediaError(name, "is coded in a way that is not known here")
+                raise MediaError(name, "has a codec that is not supported")
             return stream
     raise MediaError(name, "has no video stream")
 
@@ -135,7 +135,7 @@ class Ending:
         if damaged and len(times) - damaged[-1] <= REORDERED:
             return f"frame {damaged[-1]} of {len(times)} is damaged"
         if self._says_length and self._declared - self._reached > self._slack(times):
-            return f"{self._reached:.2f} of {self._declared:.2f} seconds are there"
+            return f"only {self._reached:.2f} of {self._declared:.2f} seconds are in the file"
         if self._transport and _ends_within_packet(file):
             return f"it ends within a packet of {TS_PACKET} bytes"
         return ""

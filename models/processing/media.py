@@ -153,7 +153,7 @@ class MediaSettings:
         if the file has changed since `load`, and ValueError for pairs that do not exist."""
         pairs, rows, columns = medium.grid
         if not 0 <= first <= last <= pairs:
-            raise ValueError(f"frame pairs {first} to {last} were asked for, of {pairs}")
+            raise ValueError(f"frame pairs {first} to {last} were asked for, but there are {pairs}")
         if first == last:
             return np.empty((0, 3, self.patch_bytes // 3), np.uint8)
         if medium.seekable and (first, last) != (0, pairs):
@@ -163,7 +163,7 @@ class MediaSettings:
                 return self._patches(part.frames)[0]
         found, patches = self.load(medium.kind, source)
         if found != medium:
-            raise MediaError(source_name(source), "is not what it was")
+            raise MediaError(source_name(source), "has changed since it was preprocessed")
         return patches[first * rows * columns : last * rows * columns]
 
     @property

@@ -58,7 +58,7 @@ def sample_indices(
     else:
         count = total
     if count > total:
-        raise ValueError(f"has {total} frames, {count} were asked for")
+        raise ValueError(f"has {total} frames, but {count} were asked for")
     if timed:
         return _to_the_last(total, count)
     # exact; transformers computes the same in float32, which from about 17,000 frames on can be one frame off

@@ -30,7 +30,7 @@ def rope_index(
     the seconds that one frame pair spans, for each video. Raises ValueError if the runs and the grids do not match."""
     token_ids_T = np.asarray(token_ids_T)
     if len(seconds_per_grid) != len(video_grids):
-        raise ValueError(f"{len(video_grids)} videos, but {len(seconds_per_grid)} times a frame pair")
+        raise ValueError(f"there are {len(video_grids)} videos, but {len(seconds_per_grid)} values of seconds_per_grid")
     is_image, is_video = token_ids_T == image_token_id, token_ids_T == video_token_id
     kind_T = is_image.astype(np.int8) + 2 * is_video.astype(np.int8)
     starts = np.flatnonzero(np.diff(kind_T, prepend=-1))
@@ -57,5 +57,5 @@ def rope_index(
         position = int(positions_3T[:, start:stop].max()) + 1
         done += 1
     if done != len(image_grids) + len(video_grids):
-        raise ValueError(f"{len(image_grids) + len(video_grids)} media, but placeholders for {done}")
+        raise ValueError(f"there are {len(image_grids) + len(video_grids)} media, but placeholders for {done} media")
     return positions_3T, position

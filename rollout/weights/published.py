@@ -240,7 +240,7 @@ class Checksums:
 
 def _cut(name: str, tensor: np.ndarray, size: int, axis: int) -> list[np.ndarray]:
     if tensor.shape[axis] % size:
-        raise WeightsMismatch(f"{name} of shape {tensor.shape} does not divide over {size} ranks, as SGLang would")
+        raise WeightsMismatch(f"{name} of shape {tensor.shape} can't be divided over {size} ranks as SGLang divides it")
     return np.split(tensor, size, axis)
 
 

@@ -158,7 +158,7 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
     for folder, owners in ((local, us | {0}), (place, us)):
         folder.mkdir(0o700, parents=True, exist_ok=True)
         if why := _not_of(owners, folder):
-            raise PullError(f"{folder}: {why}, others of this host can write there: remove it")
+            raise PullError(f"{folder}: {why}, so that other users of this host can write there: remove it")
     place.chmod(0o700)  # `mkdir` leaves the permissions of an existing folder as they are
     with FileLock(place / "lock"):
         (place / SOURCE).write_text(str(source.absolute()))
@@ -348,7 +348,9 @@ def _changed(old: pathlib.Path, new: pathlib.Path, name: str) -> tuple[int, byte
     with safe_open(old, framework="numpy") as before, safe_open(new, framework="numpy") as after:
         was, now = before.get_tensor(name), after.get_tensor(name)
     if (was.shape, was.dtype) != (now.shape, now.dtype):
-        raise DeltaError(f"{name} is {now.dtype} of shape {now.shape} in {new}, {was.dtype} of {was.shape} in {old}")
+        raise DeltaError(
+            f"{name} is {now.dtype} of shape {now.shape} in {new}, but {was.dtype} of shape {was.shape} in {old}"
+        )
     words = as_bytes(was) ^ as_bytes(now)
     if not words.any():
         return now.nbytes, None, checksum(now)
@@ -376,7 +378,7 @@ class Delta:
         if checksum(after) != wanted:
             raise DeltaError(
                 f"{self.folder}: {name} has the checksum {checksum(after)} after the delta, not {wanted}: the delta is "
-                f"damaged, or what it was applied to is not version {self.base}"
+                f"damaged, or was not applied to version {self.base}"
             )
         return after
 
@@ -386,7 +388,7 @@ def _undone(tensor: np.ndarray, words: np.ndarray) -> np.ndarray:
     # `decompress` would allocate whatever size the frame declares.
     came = zstandard.ZstdDecompressor().stream_reader(words.data).read(tensor.nbytes + 1)
     if len(came) != tensor.nbytes:
-        raise ValueError(f"the delta is not one of {tensor.nbytes} bytes")
+        raise ValueError(f"the delta does not have {tensor.nbytes} bytes")
     return (as_bytes(tensor) ^ np.frombuffer(came, np.uint8)).view(tensor.dtype).reshape(tensor.shape)
 
 
@@ -396,10 +398,14 @@ def read_delta(folder: pathlib.Path) -> Delta | None:
     if "base_version" not in metadata:
         return None
     if unknown := {key: metadata.get(key) for key, value in FORMAT.items() if metadata.get(key) != value}:
-        raise DeltaError(f"{folder}: a delta with {json.dumps(unknown)}; known is {json.dumps(FORMAT)}")
+        raise DeltaError(
+            f"{folder}: the delta has {json.dumps(unknown)}, but this release reads only {json.dumps(FORMAT)}"
+        )
     delta = Delta(folder, int(metadata["version"]), int(metadata["base_version"]))
     if delta.base >= delta.version or folder.name != folder_name(delta.version):
-        raise DeltaError(f"{folder}: a delta from version {delta.base} to {delta.version}")
+        raise DeltaError(
+            f"{folder}: a delta from version {delta.base} to version {delta.version} can't be in this folder"
+        )
     return delta
 
 

@@ -22,7 +22,7 @@ from ..mesh import Device
 from .meeting import Card, connect, gather, listen, own_address, place
 from .wires import MOST, LinkError, Message, Wires, keep_send_buffers_wide
 
-ADVICE = "All processes of the run end; start them all again, and it goes on from its last checkpoint."
+ADVICE = "All processes of the run end; start them all again, and the run goes on from its last checkpoint."
 
 _STREAMS = 2  # TCP streams between two transfer servers; on one host 1, 2 and 4 are equally fast
 _PROBE = 2**64 - 1  # minus a process's number: the key of the array that this process fetches as a test
@@ -152,7 +152,7 @@ class Links:
         if process == self.process:
             self._count(topic)
         elif self._wires is None or process not in self._peers:
-            raise ValueError(f"there is no process {process}, only {self.processes}")
+            raise ValueError(f"there is no process {process}: the run has {self.processes} processes")
         else:
             self._wires.send(process, {"kind": "count", "topic": topic})
 
@@ -273,7 +273,9 @@ class Links:
         if self._closed:
             return LinkError(f"the links of {self._name(self.process)} are closed")
         names = ", ".join(map(self._name, sorted(self._peers_closed)))
-        return LinkError(f"{names} closed, but {self._name(self.process)} still waits. {ADVICE}")
+        return LinkError(
+            f"{names} closed the links, but {self._name(self.process)} still waits for an answer. {ADVICE}"
+        )
 
     def _heard(self, peer: int, message: Message, data: bytes) -> None:
         match message["kind"]:

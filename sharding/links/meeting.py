@@ -56,11 +56,14 @@ def gather(mine: T) -> list[T]:
     or if `mine` takes more than `_WIDTH` bytes."""
     data = json.dumps(mine).encode()
     if len(data) > _WIDTH:
-        raise LinkError(f"what this process is called takes {len(data)} bytes, more than {_WIDTH}; say a shorter host")
+        raise LinkError(
+            f"the host names and addresses of this process take {len(data)} bytes, more than {_WIDTH}; give a shorter "
+            "host name"
+        )
     try:
         rows = multihost_utils.process_allgather(np.frombuffer(data.ljust(_WIDTH), np.uint8))
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo's errors are ValueErrors
-        raise LinkError(f"another process ended before all had exchanged their addresses: {error}") from error
+        raise LinkError(f"another process ended before all processes had exchanged their addresses: {error}") from error
     return [json.loads(bytes(row)) for row in np.asarray(rows)]
 
 

@@ -71,7 +71,7 @@ class Wire:
         message = json.loads(line)
         size = int(message.get("bytes", 0))
         if not 0 <= size <= MOST:
-            raise ValueError(f"{size} bytes announced, at most {MOST} may come")
+            raise ValueError(f"{size} bytes were announced, but at most {MOST} may come")
         data = self.lines.read(size)
         if len(data) < size:
             raise ValueError(f"{len(data)} of {size} bytes came")

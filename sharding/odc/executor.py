@@ -209,7 +209,9 @@ class Odc:
         OdcError in all processes if a device or a process fails.
         """
         if work and len(work) != len(batches):
-            raise ValueError(f"{len(batches)} microbatches, {len(work)} amounts of work; as many each")
+            raise ValueError(
+                f"there must be one amount of work for each microbatch, not {len(work)} for {len(batches)}"
+            )
         tasks = self._tasks(self._strategy.loss, batches, devices)
         failure = _Failure(self._links)
         orders = self._orders(tasks, work or [1.0] * len(batches)) if self._deterministic else None
@@ -230,9 +232,15 @@ class Odc:
 
     def _tasks(self, function: Loss | Forward, batches: Sequence[PyTree], devices: Sequence[int]) -> list[Task]:
         if not batches or len(devices) != len(batches):
-            raise ValueError(f"{len(batches)} microbatches, {len(devices)} devices; as many each, and at least one")
+            raise ValueError(
+                f"there must be one device for each microbatch, not {len(devices)} for {len(batches)}, and at least "
+                "one microbatch"
+            )
         if not set(devices) <= set(range(len(self._devices))):
-            raise ValueError(f"microbatches for devices {sorted(set(devices))}, but the mesh has {len(self._devices)}")
+            raise ValueError(
+                f"microbatches are dealt to devices {sorted(set(devices))}, but the mesh has only {len(self._devices)} "
+                "devices"
+            )
         microbatches = [self._staged_for(function, batch) for batch in batches]
         shares = [tuple(i for i, d in enumerate(devices) if d == device) for device in range(len(self._devices))]
         return [Task(indices, batches, microbatches) for indices in shares]
@@ -288,7 +296,7 @@ class Odc:
         for thread in threads:
             thread.join()
         failure.check()
-        with failure.noting(lambda: "the end of the minibatch was not reached by all"):
+        with failure.noting(lambda: "not all processes reached the end of the minibatch"):
             traffic.end()
         failure.check()
         self.last_seconds = {worker.number: worker.seconds for worker in workers}

@@ -282,7 +282,10 @@ class Program:
                 sources.append((1, len(weights), False))
                 weights.append(self._leaf[var])
                 if at < shared:
-                    raise StageError(f"the weight {self._paths[weights[-1]]} is used whole by every layer of a stack")
+                    raise StageError(
+                        f"every layer of a stack uses all of the weight {self._paths[weights[-1]]}; each layer must "
+                        "have weights of its own"
+                    )
             else:
                 if body.captured <= at < shared:
                     carried.append(len(values))

@@ -264,8 +264,9 @@ class Traffic:
         for part, bits in ((self._number, 24), (kind, 1), (client, 10), (owner, 10), (count, 18)):
             if part >> bits:
                 raise ValueError(
-                    f"{len(self._devices)} devices, minibatch {self._number}, transfer {count} of a device: keys hold "
-                    "1,024 devices, 16 million minibatches, 262,144 transfers of a device in each"
+                    f"no key is left for {len(self._devices)} devices, minibatch {self._number}, transfer {count} of a "
+                    "device: at most 1,024 devices, 16 million minibatches and 262,144 transfers of a device in each "
+                    "are possible"
                 )
             name = name << bits | part
         return name

@@ -163,7 +163,7 @@ class TestSwitches:
 
 class TestRefusals:
     def test_too_few(self) -> None:
-        with pytest.raises(ValueError, match="3 groups to choose from 2"):
+        with pytest.raises(ValueError, match="3 groups can't be chosen from 2"):
             choose([group(0), group(1)], 3)
 
     def test_too_old(self) -> None:

@@ -62,7 +62,7 @@ class TestNothingToLearn:
     @every_way
     def test_skips_in_a_row_count_them_too(self, name: str) -> None:
         world = world_of(name, 1, max_skipped_in_a_row=25)
-        with pytest.raises(CoordinatorError, match=r"dropped 25 groups .* \(25 of them in a row\)"):
+        with pytest.raises(CoordinatorError, match=r"dropped 25 groups .* \(25 dropped in a row\)"):
             world.go()
 
     @every_way

@@ -43,7 +43,7 @@ def test_a_prompt_goes_on_with_its_own_responses_only() -> None:
     ledger.finish(response(0, 0), newest_version=0)
     ledger.park(Park(prompt(0), 0, keep=True))
     ledger.finish(changed(response(0, 1), finish="abort"), newest_version=0)
-    with pytest.raises(CoordinatorError, match="goes on with other responses than those that were begun"):
+    with pytest.raises(CoordinatorError, match="must continue the responses that its prompt has begun"):
         ledger.generate(Request(prompt(0), n=2, attempt=1, begun=(response(0, 0), None)), served=0)
 
 
@@ -57,7 +57,7 @@ def test_nothing_is_awaited_when_the_last_reward_has_come() -> None:
 
 
 def test_only_the_newest_attempt_is_parked() -> None:
-    with pytest.raises(CoordinatorError, match=r"00000000\.03 is parked, but attempt 0 is the newest one"):
+    with pytest.raises(CoordinatorError, match=r"00000000\.03 can't be parked: attempt 0 is the newest one"):
         running().park(Park(prompt(0), attempt=3))
 
 

@@ -60,7 +60,7 @@ class TestDispatch:
     def test_a_message_is_handled_once(self) -> None:
         handlers = Handlers(Event)
         handlers.of(Tick)(lambda self, event: None)
-        with pytest.raises(TypeError, match="handles Tick, as another method does"):
+        with pytest.raises(TypeError, match="handles Tick, but another method"):
             handlers.of(messages.Started, Tick)(lambda self, event: None)
 
 
@@ -104,7 +104,10 @@ class TestLines:
             world.hear(Tick(2.25))
             world.hear(Trained(0))
         first, head, *lines = str(error.value).splitlines()
-        assert first == "trained version 0 after version 0" and head == "the last that was heard and said:"
+        assert (
+            first == "version 0 was trained, but a new version must be above 0"
+            and head == "the last that was heard and said:"
+        )
         assert len(lines) == 12 and lines[-1] == "  step 1, 2.2 s hears Trained version=0 metrics=0 values"
         assert lines[-2] == "  step 1 says Train step=1 groups=(0, 1)"
 

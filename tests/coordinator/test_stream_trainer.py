@@ -211,5 +211,5 @@ class TestTraining:
         run.until(lambda: Lend in run.coordinator.awaiting)
         with pytest.raises(CoordinatorError, match=r"engines .* was reported done"):
             run.coordinator.handle(messages.Lent((9,)))
-        with pytest.raises(CoordinatorError, match="answers no Accumulate"):
+        with pytest.raises(CoordinatorError, match="no Accumulate that it could answer"):
             run.coordinator.handle(messages.Accumulated(1))

@@ -153,7 +153,9 @@ def test_any_draw_is_replayed_by_its_number_across_changed_mixtures():
     order = subject.loader.order
     for prompt in drawn:
         if prompt.source == "d":
-            with pytest.raises(DataError, match=f"row {prompt.row} of data source 'd', which is not here"):
+            with pytest.raises(
+                DataError, match=f"row {prompt.row} of data source 'd', which data.sources does not name"
+            ):
                 order[prompt.draw]
         else:
             assert keys([order[prompt.draw]]) == keys([prompt])
@@ -170,7 +172,7 @@ def test_a_state_of_other_data_is_refused():
     state = Drawing({"a": 10}).state_dict()
     with pytest.raises(DataError, match="'a' had 10 records when the checkpoint was made and has 11 now"):
         Drawing({"a": 11}).load_state_dict(state)
-    with pytest.raises(DataError, match="made with seed 0; resume it with that, not 1"):
+    with pytest.raises(DataError, match="made with seed 0; resume it with that seed, not 1"):
         Drawing({"a": 10}, seed=1).load_state_dict(state)
 
 

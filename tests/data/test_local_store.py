@@ -123,14 +123,14 @@ def test_tickets_that_it_cannot_answer_are_refused_with_the_reason(folder):
     with opened() as store:
         (ticket,) = seen(store, refs_of(folder)[:1])
         rows = whole(ticket)
-        with pytest.raises(MediaError, match=r"other settings \(0000\) than this store's"):
+        with pytest.raises(MediaError, match=r"its ticket has the media settings 0000"):
             store.fetch([Rows(str(Ticket(ticket.ref, "0000", ticket.medium)), 0, 1)])
-        with pytest.raises(MediaError, match="rows 0 to 99 of 24 patches"):
+        with pytest.raises(MediaError, match="rows 0 to 99 were asked for, but it has 24 patches"):
             store.fetch([Rows(rows.ticket, 0, 99)])
         with pytest.raises(MediaError, match="is no ticket"):
             store.fetch([Rows("[1]", 0, 1)])
         forged = Ticket(ticket.ref, ticket.settings, type(ticket.medium)("image", (1, 2, 12)))
-        with pytest.raises(MediaError, match="is not what it was"):
+        with pytest.raises(MediaError, match="has changed since it was preprocessed"):
             store.fetch([whole(forged)])
 
 

@@ -78,7 +78,7 @@ def test_blank_lines_a_byte_order_mark_and_other_scripts_are_fine(write):
         ({**GOOD, "id": "b", "images": [], "imgaes": ["x"]}, r":2: unknown field 'imgaes'; did you mean 'images'\?"),
         (
             GOOD | {"image": "b.png"},
-            r":2: 'images' and 'image' hold images; name one: data\.sources\.\*\.columns\.images",
+            r":2: 'images' and 'image' hold images; name one of them in data\.sources\.\*\.columns\.images",
         ),
         ({"prompt": "x", "answer": "y", "vidoe": "x"}, r":2: unknown field 'vidoe'; did you mean 'videos'\?"),
     ],
@@ -99,7 +99,7 @@ def test_what_is_wrong_is_said_with_file_and_line(write, record, message):
         ({"prompt": "x", "answer": "y", "video": {"a": 1}}, "no video", r":2: 'video' must be a path"),
         ({**GOOD, "id": True}, "no id", r":2: 'id' must be a string or an integer, found True"),
         ({**GOOD, "id": "b", "prompt": "<image><image>"}, "2 <image> and 0 <video> marks in the prompt for 1", ":2"),
-        (GOOD, "an id that is used before", ":2, first in line 1"),
+        (GOOD, "an id that was used before", ":2, first in line 1"),
         ({**GOOD, "id": "b", "images": "data:image/png;base64"}, "a data URI that cannot be read", ":2"),
         ({**GOOD, "id": "b", "images": [5, "x" * 9999]}, "no image", r":2: .* found \[5, 'x{9,20}\.\.\.x+'\]"),
     ],
@@ -133,7 +133,8 @@ def test_media_that_nobody_named_are_told_of(write, tmp_path, caplog):
     for value in (*names, {"url": "data:image/png;base64,AA=="}, {"type": "image", "path": "a.png"}):
         open_source(write({"prompt": "q", "answer": "1", "level": 3, "photo": value}), "birds")
         assert (
-            "train.jsonl: media in 'photo' are not used; to use them: data.sources.birds.columns.images" in caplog.text
+            "media in 'photo' are not used; to use them, name the field in data.sources.birds.columns.images"
+            in caplog.text
         )
         caplog.clear()
     for value in (["a.png"], [{"path": "a.png", "bytes": None}], {"path": "a.png", "bytes": None, "width": 3}):

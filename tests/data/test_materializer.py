@@ -81,14 +81,14 @@ def test_batches_come_ahead_of_their_turn_but_not_all_of_them():
 def test_what_cannot_be_fetched_is_told_to_the_reader_of_it_alone():
     def failing(rows):
         if rows[0].ticket == "b":
-            raise MediaError("b.mp4", "is not what it was")
+            raise MediaError("b.mp4", "has changed since it was preprocessed")
         return fetch(rows)
 
     batches = [batch_of(name) for name in "abc"]
     materializer = Materializer(failing)
     materializer.expect(batches)
     np.testing.assert_array_equal(materializer.read(batches[0])["pixels"], expected("a"))
-    with pytest.raises(DataError, match=r"b\.mp4: is not what it was; media must stay as they are"):
+    with pytest.raises(DataError, match=r"b\.mp4: has changed since it was preprocessed; media must stay as they are"):
         materializer.read(batches[1])
     np.testing.assert_array_equal(materializer.read(batches[2])["pixels"], expected("c"))
     materializer.close()

@@ -468,7 +468,7 @@ def test_a_pattern_reads_what_it_says_and_warns_of_splits(write, caplog):
     assert "splits" not in caplog.text
     assert len(answers(open_source(folder / "gsm/main/t*.parquet", "s"))) == 2
     assert "t*.parquet: all of the splits test, train are read (2 files)" in caplog.text
-    with pytest.raises(DataError, match=r"SPLIT-\*\.parquet: no file has such a name"):
+    with pytest.raises(DataError, match=r"SPLIT-\*\.parquet: no file matches this pattern"):
         open_source(folder / "gsm/main/SPLIT-*.parquet", "s")
 
 

@@ -278,7 +278,9 @@ def test_data_of_which_nothing_can_be_used_ends_in_an_error_not_in_an_endless_se
         asyncio.run(search())
     write_jsonl(path, [{"prompt": "x" * 70, "answer": "y"}] * 5)
     preparer = build({"long": path}, processor=tiny.build(["x"]))  # "xxx" is no word of the vocabulary
-    with pytest.raises(DataError, match=r"of long: prompt too long \(70 tokens, at most 64 leave room to answer\)"):
+    with pytest.raises(
+        DataError, match=r"of long: prompt too long \(70 tokens, but at most 64 leave room for a response\)"
+    ):
         asyncio.run(search())
 
 

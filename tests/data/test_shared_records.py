@@ -39,7 +39,7 @@ ODD = {"an empty prompt": 1, "prompt too long": 3}
 @pytest.mark.parametrize(
     ("name", "records", "bad"),
     [
-        ("odd", 12, ODD | {"no answer": 1, "an id that is used before": 2}),
+        ("odd", 12, ODD | {"no answer": 1, "an id that was used before": 2}),
         ("odd2", 10, ODD | {"no answer": 1}),
         ("odd3", 9, ODD),
     ],
@@ -72,6 +72,6 @@ def test_foreign_files_are_read(shared_cases, name, vision, prompts):
 
 
 def test_the_error_says_why_no_prompt_can_be_used(shared_cases):
-    said = r"prompt too long \(\d+ tokens, at most 24 leave room to answer\)"
+    said = r"prompt too long \(\d+ tokens, but at most 24 leave room for a response\)"
     with preparer_of(shared_cases / "rl" / "alllong.jsonl") as preparer, pytest.raises(DataError, match=said):
         asyncio.run(preparer.draw(10))

@@ -119,7 +119,9 @@ def test_a_tensor_that_does_not_fit_is_named(folder, name: str, replaced, messag
 def test_layers_of_two_dtypes(folder) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     edit(folder, lambda weights: weights.update({name: weights[name].astype(jnp.bfloat16)}))
-    with pytest.raises(CheckpointError, match=r"up_proj\.weight is bfloat16, its like in layer 0 is float32"):
+    with pytest.raises(
+        CheckpointError, match=r"up_proj\.weight is bfloat16, but the same tensor of layer 0 is float32"
+    ):
         models.load(folder)
     assert models.load(folder, dtype=jnp.float32).layers.mlp.up[...].dtype == jnp.float32
 

@@ -93,9 +93,11 @@ def test_used_as_data_it_says_where_that_is(use):
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="7 rows can't be cut into 2 equal shards"):
         shadow("t0").shard(0, 2)
-    with pytest.raises(ValueError, match="does not go on with"):
+    with pytest.raises(ValueError, match="can't be concatenated with"):
         np.concatenate([shadow("t0"), np.zeros((1, 4), np.float32)])
-    with pytest.raises(ShadowError, match=r"rows 0 to 7 of t0 came as float32\[6, 3\], not float32\[7, 3\]"):
+    with pytest.raises(
+        ShadowError, match=r"rows 0 to 7 of t0 were fetched as float32\[6, 3\], but must be float32\[7, 3\]"
+    ):
         shadow("t0").materialize(lambda wanted: [np.zeros((6, 3), np.float32)])
 
 

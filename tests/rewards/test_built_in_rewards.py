@@ -66,7 +66,7 @@ def test_hostile_texts_score_nothing_in_little_time(name):
         ("overlong", {"most_tokens": 10}, "overlong.interval is 0; it must be positive"),
         ("overlong", {"most_tokens": 10, "interval": 11}, "is 11; it must be at most overlong.most_tokens, 10"),
         ("format", {"pattern": "("}, r"format.pattern is '\(', which is no regular expression"),
-        ("numeric", {"tolerence": 0.1}, "reward is 'numeric', which can't be given .*'tolerence'"),
+        ("numeric", {"tolerence": 0.1}, "reward is 'numeric', which does not take the arguments .*'tolerence'"),
         ("numeric", {"tolerance": -0.1}, "numeric.tolerance is -0.1; it must not be negative"),
         ("edit_distance", {"threshold": 2.0}, r"edit_distance.threshold is 2.0; it must be in \[0, 1\]"),
         ("boxes", {"correct_from": 0.0}, r"boxes.correct_from is 0.0; it must be in \(0, 1\]"),

@@ -255,7 +255,7 @@ def test_batches_are_bounded_in_size_and_in_waiting(place, monkeypatch):
 @pytest.mark.parametrize(
     ("answers", "values", "reason"),
     [
-        ("one too many", [0, 0, 0], "answered 4 times for 3 responses"),
+        ("one too many", [0, 0, 0], "returned 4 rewards for 3 responses"),
         ("nan", [1, 0, 3], "returned nan"),
         ("hangs", [0, 0, 0], "timed out after 0.3 s"),
     ],
@@ -311,7 +311,11 @@ def test_samples_of_a_group_have_the_same_weights_also_after_a_resume():
         ({"rewards": {"a": RewardTerm("exact", "success(1, 2)")}}, None, r"rewards.a.weight is 'success\(1, 2\)'"),
         ({"rewards": {"a": RewardTerm("exact", "pid(metric=x, target=1, low=0, high=1)")}}, None, "must be a constant"),
         ({"rewards": {"exakt": RewardTerm()}}, None, "data.sources.s.rewards.exakt.reward is 'exakt'; it must be one"),
-        ({"rewards": {"a": RewardTerm("exact", arguments={"x": 1})}}, None, "which can't be given {'x': 1}"),
+        (
+            {"rewards": {"a": RewardTerm("exact", arguments={"x": 1})}},
+            None,
+            "which does not take the arguments {'x': 1}",
+        ),
         ({"reward": "user_rewards:Refuses"}, None, "raised RuntimeError: no such model"),
         ({"eval_reward": "user_rewards:nothing"}, None, "data.sources.s.eval_reward is 'user_rewards:nothing'"),
         (
@@ -333,7 +337,7 @@ def test_samples_of_a_group_have_the_same_weights_also_after_a_resume():
         ({"reward": "user_rewards:"}, None, "user_rewards has no ''"),
         ({"reward": ":f"}, None, "importing '' raised ValueError"),
         ({}, {"t": len}, "rewards: there is no source t, only s"),
-        ({}, {"s": 3}, "what is given for source s is 3; it must be a function, or an object"),
+        ({}, {"s": 3}, "the reward for source s is 3; it must be a function, or an object"),
         ({"rewards": {"exact": RewardTerm()}}, {"s": {"b": len}}, "has the rewards exact; give a dictionary"),
     ],
 )

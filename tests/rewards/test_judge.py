@@ -100,13 +100,13 @@ def test_seeds_depend_on_what_is_asked_only(app) -> None:
         ("unsure 1000", "no verdict"),
         ("refuses", "no verdict"),
         ("cut", "an answer cut off at judge.max_tokens = 9"),
-        ("verdict VERDICT NONCE: 2", "a verdict beside the scale"),
+        ("verdict VERDICT NONCE: 2", "a verdict outside of the scale"),
     ],
 )
 def test_no_verdict_at_all_is_a_failure(text: str, why: str, app, caplog) -> None:
     error = failure(Judge(app.address, max_tokens=9, retries=4), text)
     assert error.failing is Failing.INVALID
-    assert error.reason == f"the judge gave no verdict, asked 5 times; last {why}"
+    assert error.reason == f"the judge was asked 5 times without a valid verdict; its last reply was {why}"
     assert len([record for record in caplog.records if f"the judge gave {why}: ..." in record.message]) == 3
 
 
@@ -115,7 +115,9 @@ def test_votes(app) -> None:
     assert judged(Judge(app.address, votes=4, temperature=0.5), "alternates") == Reward(0.5, False)
     assert len({body["seed"] for body in app.bodies[before:]}) == 4
     partly = judged(Judge(app.address, votes=2, temperature=0.5, retries=0), "unsure 1")
-    assert partly.value == 1 and partly.reason.startswith("1 of 2 votes failed: the judge gave no verdict")
+    assert partly.value == 1 and partly.reason.startswith(
+        "1 of 2 votes failed: the judge was asked 1 times without a valid verdict"
+    )
 
 
 def test_of_a_long_response_the_end_is_shown(app) -> None:
@@ -202,7 +204,7 @@ def test_a_retry_after_beyond_the_time_is_not_waited_for(app) -> None:
     judge, begin = Judge(app.address), time.monotonic()
     error = failure(judge, "status 429 9 3600", seconds=50.0)
     assert error.failing is Failing.RAISED and error.reason.endswith("status 429; no time is left for another try")
-    assert failure(judge, "right", seconds=50.0).reason.endswith("it wants no questions (Retry-After) for too long")
+    assert failure(judge, "right", seconds=50.0).reason.endswith("it asks for a pause (Retry-After) that is too long")
     assert time.monotonic() - begin < 40
 
 
@@ -267,7 +269,7 @@ def test_nobody_at_the_address() -> None:
         ({"api": "generate"}, "judge.tokenizer must be the folder"),
         ({"api": "generate", "tokenizer": "/nowhere"}, "judge.tokenizer: /nowhere"),
         ({"api": "generate", "images": True}, "judge.images needs judge.api='chat'"),
-        ({"votes": 2}, "judge.votes is 2, but with judge.temperature=0 all of them are the same"),
+        ({"votes": 2}, "judge.votes is 2, but with judge.temperature=0 all votes are the same"),
         ({"extra": "[1]"}, "judge.extra is '[1]'; it must be a JSON object"),
         ({"extra": "{"}, "which is no JSON"),
         ({"max_tokens": 0}, "judge.max_tokens is 0; it must be greater than 0"),
@@ -333,7 +335,11 @@ async def test_a_failure_is_a_scored_0_that_is_counted(app) -> None:
         good, unparsed, hung = await asyncio.gather(*(subject.score_text(PROMPT, text) for text in texts))
         metrics = subject.metrics()
     assert good == Reward(1.0, True, parts={"judge": 1.0, "grade": 0.0})
-    assert unparsed.value == 0 and "grade: the judge gave no verdict, asked 1 times; last no verdict" in unparsed.reason
+    assert (
+        unparsed.value == 0
+        and "grade: the judge was asked 1 times without a valid verdict; its last reply was no verdict"
+        in unparsed.reason
+    )
     assert hung.value == 0 and f"judge: {app.address}/v1/chat/completions: no reply in time" in hung.reason
     assert metrics["rewards/failed/invalid"] == metrics["rewards/failed/timed_out"] == 2 == len(noted) / 2
     assert metrics["rewards/judge/answers"] == 5 and metrics["rewards/judge/unparsed"] == 3

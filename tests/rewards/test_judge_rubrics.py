@@ -84,7 +84,7 @@ def test_a_template_of_ones_own(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("scale", ["10", "1 to", "5 to 1", "1 to 1", "1-10", "nan to 1", "a to b"])
 def test_a_scale_that_is_none(scale: str) -> None:
-    with pytest.raises(ConfigError, match=r"judge\.scale is .*; it must be two growing numbers"):
+    with pytest.raises(ConfigError, match=r"judge\.scale is .*; it must be two numbers, the smaller one first"):
         Rubric.load("quality", scale)
 
 
@@ -213,7 +213,7 @@ def test_a_pattern_that_takes_for_ever_finds_nothing() -> None:
     [
         ({"pattern": "("}, "which is no regular expression"),
         ({"pattern": "[0-9]"}, "it must have a group"),
-        ({"pattern": "(.)", "as_json": True}, "a verdict has one form"),
+        ({"pattern": "(.)", "as_json": True}, "set only one of them"),
     ],
 )
 def test_patterns_that_cant_be_used(arguments: dict, complaint: str) -> None:

@@ -71,7 +71,7 @@ def test_too_many_answers_that_cannot_be_graded_are_refused():
     assert str(error.value) == (
         "the reward 'number' of data.sources.s can't grade 3 of the first 10 answers, such as "
         r"'10 \\sqrt { 3 }' is more than a number, '\\frac{3}{5}' is more than a number: a share of more than "
-        "rewards.max_unreadable = 0.1; choose another reward ('math' reads formulas), or mend them"
+        "rewards.max_unreadable = 0.1; choose another reward ('math' reads formulas), or mend the answers"
     )
     with pytest.raises(ConfigError, match="of the first 10 held-out answers"):
         checked(answers, held_out=True)

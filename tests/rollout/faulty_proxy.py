@@ -116,27 +116,27 @@ AT_ITS_END: Callable[[Json, int], bool] = lambda event, sent: not UNDER_WAY(even
 # The events that a fault can happen to (by the event, and the tokens of its sample that were sent before), and what a
 # client says of it.
 EVENT_FAULTS: dict[str, tuple[Callable[[Json, int], bool], str]] = {
-    "another id": (WHENEVER, "an answer to 'somebody-else', not"),
-    "index out of range": (WHENEVER, "index 99 of"),
-    "index of a neighbour": (WHENEVER, "index|an answer to"),
+    "another id": (WHENEVER, "for 'somebody-else', not for"),
+    "index out of range": (WHENEVER, "index 99, but"),
+    "index of a neighbour": (WHENEVER, "index|not for"),
     "no log-probs": (WHENEVER, "no output_ids or no output_token_logprobs"),
     "few log-probs": (WHENEVER, r"ids, \d+ log-probs"),
-    "log-prob NaN": (WHENEVER, r"a log-prob \[nan"),
-    "log-prob without end": (WHENEVER, r"a log-prob \[-1000"),
-    "log-prob of another token": (WHENEVER, "a log-prob .* of token"),
-    "token beyond the vocabulary": (WHENEVER, "token 1000000 of a vocabulary"),
-    "no token": (WHENEVER, "token True of a vocabulary"),
+    "log-prob NaN": (WHENEVER, r"an impossible log-prob \[nan"),
+    "log-prob without end": (WHENEVER, r"an impossible log-prob \[-1000"),
+    "log-prob of another token": (WHENEVER, "an impossible log-prob .* for token"),
+    "token beyond the vocabulary": (WHENEVER, "token 1000000, which is not in the vocabulary"),
+    "no token": (WHENEVER, "token True, which is not in the vocabulary"),
     "forbidden token": (WHENEVER, "token .* which was forbidden"),
-    "tokens that change": (lambda event, sent: sent > 0, "that were others before"),
+    "tokens that change": (lambda event, sent: sent > 0, "other first tokens"),
     "early end": (UNDER_WAY, "an end by length at"),
-    "early stop": (UNDER_WAY, "an end at token .* of its own accord"),
+    "early stop": (UNDER_WAY, "an end at token .* not among the request's stop_ids"),
     "stop without a token": (lambda event, sent: sent == 0, "an end at token None"),
     "abort that nobody asked for": (UNDER_WAY, "aborted .* samples, which nobody asked for"),
     "abort of a failure": (UNDER_WAY, "abort with status 500: out of memory"),
-    "strange finish": (WHENEVER, "a finish reason 'done'"),
+    "strange finish": (WHENEVER, "an unknown finish reason 'done'"),
     "no versions": (AT_ITS_END, "weight_versions None"),
     "gap in the versions": (AT_ITS_END, "weight_versions"),
-    "few versions": (AT_ITS_END, "weight_versions .* for"),
+    "few versions": (AT_ITS_END, "weight_versions .* do not cover"),
     "foreign version": (AT_ITS_END, f"{FOREIGN}"),
 }
 
@@ -153,7 +153,7 @@ STREAM_FAULTS: dict[str, str] = {
     "cut": "broke off|without .DONE.|not JSON",  # in the middle of an event
     "closed": r"broke off|without .DONE.",  # between two events
     "ended": r"without .DONE.",  # as a reply that is complete ends
-    "twice": "ended twice",
+    "twice": "a second end of sample",
     "status 500": "status 500",
     "status 503": "status 503",
     "no JSON": "not JSON",

@@ -111,7 +111,7 @@ def test_a_fleet_that_never_started_closes() -> None:
     fleet.close()
     fleet.close()
     assert weights_folders() <= before
-    with contextlib.closing(fleet_of(seats=1)) as fleet, pytest.raises(EngineError, match="a server at least"):
+    with contextlib.closing(fleet_of(seats=1)) as fleet, pytest.raises(EngineError, match="at least one server"):
         fleet.add_seats([])
 
 

@@ -37,7 +37,7 @@ def test_a_page_is_free_when_nobody_holds_it(script):
     for action, number in script:
         if action == "take":
             if number > pool.free:
-                with pytest.raises(ValueError, match=f"{number} pages are wanted"):
+                with pytest.raises(ValueError, match=f"{number} pages are needed"):
                     pool.take(number)
             else:
                 held.append(pool.take(number))

@@ -87,8 +87,8 @@ BAD = [
     ("sampling", None, "sampling must be SamplingParams"),
     ("prefix_ids", ((1,),), "1 prefixes for n=2"),
     ("prefix_ids", ((1,), (2**40,)), r"prefix_ids\[1\]=.* must be in"),
-    ("prefix_ids", ((1,), (2, VOCAB)), r"token ids 2 .. 40 of prefix_ids\[1\] leave the vocabulary of 40"),
-    ("prefix_ids", ((1,), (-1,)), "leave the vocabulary"),
+    ("prefix_ids", ((1,), (2, VOCAB)), r"token ids 2 .. 40 of prefix_ids\[1\] are not all in the vocabulary of 40"),
+    ("prefix_ids", ((1,), (-1,)), "are not all in the vocabulary"),
     ("prefix_ids", ((1,), None), r"prefix_ids\[1\]=None must be a tuple"),
     ("prefix_ids", ((True,), ()), r"prefix_ids\[0\]=.* must be a tuple of integers"),
     ("prefix_ids", 7, "prefix_ids must be a tuple of tuples"),
@@ -118,7 +118,7 @@ BAD = [
     ("prompt.vision.patches_PX", with_pixel(NAN), "patches_PX has NaN or infinity"),
     ("prompt.vision.patches_PX", with_pixel(-INF), "patches_PX has NaN or infinity"),
     ("prompt.vision.patches_PX", PICTURE.vision.patches_PX[:, 1:], "patches_PX has the shape"),
-    ("prompt.vision.patches_PX", PICTURE.vision.patches_PX[1:], "has 31 patches; 4 of them make a feature"),
+    ("prompt.vision.patches_PX", PICTURE.vision.patches_PX[1:], "has 31 patches; the number must be a multiple of 4"),
     ("prompt.vision.patches_PX", PICTURE.vision.patches_PX[:0], "has 0 patches"),
     ("prompt.vision.patches_PX", PICTURE.vision.patches_PX.astype(np.uint8), "patches_PX must be an array of floating"),
     ("prompt.vision.patches_PX", None, "patches_PX must be an array"),
@@ -126,7 +126,7 @@ BAD = [
     ("prompt.vision.frame_segments_P", PICTURE.vision.frame_segments_P[4:], "frame_segments_P has the shape"),
     ("prompt.vision.frame_segments_P", PICTURE.vision.frame_segments_P - 2, "frame_segments_P has values"),
     ("prompt.vision.window_segments_P", PICTURE.vision.window_segments_P + 2**20, "window_segments_P has values"),
-    ("prompt.vision.frame_bound", 4, "frame_bound=4, but a frame pair has 32 patches"),
+    ("prompt.vision.frame_bound", 4, "frame_bound=4 is too small: a frame pair has 32 patches"),
     ("prompt.vision.frame_bound", 32.0, r"frame_bound=32\.0 must be an integer"),
 ]  # fmt: skip
 

@@ -125,7 +125,11 @@ async def test_24_pixels_are_asked_for_when_their_prompt_is_next_and_again_after
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("most", "error"),
-    [(4096, MediaError("film.mp4", "is not what it was")), (32, OSError("no route to host")), (32, KeyError("x"))],
+    [
+        (4096, MediaError("film.mp4", "has changed since it was preprocessed")),
+        (32, OSError("no route to host")),
+        (32, KeyError("x")),
+    ],
     ids=["media, at once", "network, by groups", "bug, by groups"],
 )
 async def test_24_a_request_without_pixels_is_lost_alone(monkeypatch, expected, most, error):
@@ -165,14 +169,16 @@ async def test_24_pixels_that_are_not_finite_or_have_another_shape_lose_their_re
     first, second, third = await serve(serving, requests, lossy=True)
     assert "patches 0 to 64 of odd.0 have NaN or infinity" in str(first)
     assert "patches 0 to 64 of bright.0 have NaN or infinity" in str(second)
-    assert "ShadowError: rows 0 to 80 of short.0 came as float32[76, 96], not float32[80, 96]" in str(third)
+    assert "ShadowError: rows 0 to 80 of short.0 were fetched as float32[76, 96], but must be float32[80, 96]" in str(
+        third
+    )
 
 
 @pytest.mark.medium
 async def test_24_who_can_not_fetch_refuses():
     there = Elsewhere()
     prompt = there.shadow(PROMPTS["image"], "picture")
-    with pytest.raises(EngineError, match=r"patches_PX is elsewhere .*made without `fetch`"):
+    with pytest.raises(EngineError, match=r"patches_PX is a shadow tensor .*made without `fetch`"):
         engine(build(VL)).generate(request("r", prompt, max_new_tokens=3))
     serving = engine(build(VL), fetch=there.fetch)
     for tensor, complaint in [

@@ -157,7 +157,7 @@ def test_another_base_is_seen(tmp_path: pathlib.Path) -> None:
     old, new = some()
     folder = delta_of(tmp_path, old, new)
     old["wide"].view(np.uint32)[-1, -1] ^= 1
-    fails(folder, old, "not version 3")
+    fails(folder, old, "not applied to version 3")
 
 
 def test_every_changed_byte_is_seen(tmp_path: pathlib.Path) -> None:
@@ -219,9 +219,9 @@ def test_a_file_that_is_not_whole_is_seen(tmp_path: pathlib.Path, damage: Callab
         ({"delta_encoding": "sub"}, '"delta_encoding": "sub"'),
         ({"compression_format": "lz4"}, "zstd"),
         ({"checksum_format": None}, "xxh3-128"),
-        ({"base_version": "000007"}, "from version 7 to 7"),  # whoever followed it would never end
-        ({"base_version": "000009"}, "from version 9 to 7"),
-        ({"version": "000008"}, "to 8"),
+        ({"base_version": "000007"}, "from version 7 to version 7"),  # whoever followed it would never end
+        ({"base_version": "000009"}, "from version 9 to version 7"),
+        ({"version": "000008"}, "to version 8"),
     ],
 )
 def test_deltas_of_another_kind_are_refused(tmp_path: pathlib.Path, changes: dict[str, object], complaint: str) -> None:

@@ -100,7 +100,7 @@ def test_what_is_here_travels_beside_tickets() -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"rows": [["t", 0, 4]]}, "the rows are 4, the shape says"),
+        ({"rows": [["t", 0, 4]]}, "there are 4 rows, but the shape says"),
         ({"rows": [["t", 4, 4]]}, "is no .ticket, start, stop"),
         ({"rows": [["t", -1, 4]]}, "is no .ticket, start, stop"),
         ({"rows": [["t", 0, True]]}, "is no .ticket, start, stop"),

@@ -207,7 +207,7 @@ def closing(links: Links) -> None:
     device = jax.local_devices()[0]
     got = links.fetch(1, NEVER, [jax.ShapeDtypeStruct((3,), jnp.float32)], device)
     for call in (lambda: links.wait("bye", 2), lambda: links.barrier("x"), lambda: links.ready(got)):
-        expect(call, "process 1 (", "closed, but process 0 (")
+        expect(call, "process 1 (", "closed the links, but process 0 (")
     links.check()
     say("told")
     raise LinkError("what never comes is still on its way")

@@ -82,8 +82,8 @@ def test_silence_is_noticed_and_a_heartbeat_heard(pair: Pair) -> None:
     [
         (b"", "its connection closed"),
         (b"nonsense\n", "JSONDecodeError"),
-        (b'{"kind": "data", "bytes": "9999999999999"}\n', "9999999999999 bytes announced"),
-        (b'{"kind": "data", "bytes": "-1"}\n', "-1 bytes announced"),
+        (b'{"kind": "data", "bytes": "9999999999999"}\n', "9999999999999 bytes were announced"),
+        (b'{"kind": "data", "bytes": "-1"}\n', "-1 bytes were announced"),
         (b"x" * 100_000, "more than 65536 bytes"),
         (b'{"kind": "data", "bytes": "10"}\nabc', "3 of 10 bytes came"),
     ],

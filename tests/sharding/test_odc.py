@@ -207,9 +207,9 @@ def test_a_device_that_fails_ends_the_minibatch_in_one_clear_error(monkeypatch, 
 
 def test_bad_minibatches_are_refused():
     odc, params = make(2)
-    with pytest.raises(ValueError, match="1 microbatches, 2 devices"):
+    with pytest.raises(ValueError, match="one device for each microbatch, not 2 for 1"):
         odc.loss_and_grad(params, [batches()[3]], [0, 1])
-    with pytest.raises(ValueError, match=r"devices \[5\], but the mesh has 2"):
+    with pytest.raises(ValueError, match=r"devices \[5\], but the mesh has only 2"):
         odc.loss_and_grad(params, [batches()[3]], [5])
     with pytest.raises(MeshError, match="no group of 4 devices"):
         make(2, group=4)

@@ -259,7 +259,7 @@ def compose(
     """
     ordered = sorted(groups, key=lambda group: group.prompt.draw)
     if not 0 <= count <= len(ordered):
-        raise ValueError(f"{count} groups to choose from {len(ordered)}")
+        raise ValueError(f"{count} groups can't be chosen from {len(ordered)} groups")
     ages = [versions_behind(group, version) for group in ordered]
     if ages and max(ages) > max_staleness:
         old = ordered[ages.index(max(ages))]

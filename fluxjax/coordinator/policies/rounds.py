@@ -155,8 +155,8 @@ class Rounds(Base, abc.ABC):
             response = sample.response
             if response.num_tokens and response.version_span[0] < oldest:
                 raise CoordinatorError(
-                    f"response {response.rid} is of versions {sorted(set(response.versions))}, "
-                    f"training needs {oldest} or newer"
+                    f"response {response.rid} has tokens of versions {sorted(set(response.versions))}, but training "
+                    f"needs version {oldest} or newer"
                 )
 
     def _other_degree(self, coordinator: Coordinator) -> int:

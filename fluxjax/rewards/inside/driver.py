@@ -51,7 +51,7 @@ class Conversation:
         except EOFError:
             self.broken = "the code ended its process"
         except (plain.NotPlain, RecursionError) as error:
-            self.broken = f"the code answered what is {error}"
+            self.broken = f"the code's answer is {error}"
         except (TypeError, ValueError, KeyError):
             self.broken = "the code answered nonsense"
         else:

@@ -96,7 +96,7 @@ class GenerateForm:
     def answer(self, reply: Any) -> Answer:
         finish = reply["meta_info"]["finish_reason"]["type"]
         if finish not in ("stop", "length"):
-            raise ValueError(f"it ended by {finish}")
+            raise ValueError(f"the answer ended by {finish}")
         return Answer(self._processor.decode([int(id) for id in reply["output_ids"]]), finish == "stop")
 
 
@@ -129,7 +129,9 @@ async def image_urls(prompt: Prompt) -> tuple[str, ...]:
 def _url(media: Media) -> str:
     if media.kind is not MediaKind.IMAGE or media.cell:
         what = "a video" if media.kind is not MediaKind.IMAGE else "inside a parquet file"
-        raise RewardFailure(Failing.RAISED, f"judge.images shows images that are files, but one medium is {what}")
+        raise RewardFailure(
+            Failing.RAISED, f"judge.images can show only images that are files, but one medium is {what}"
+        )
     if media.data is None and media.path.startswith(("http://", "https://", "data:")):
         return media.path
     try:
@@ -186,7 +188,7 @@ class JudgeServer:
                 except _Trouble as error:
                     trouble = error
                 except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                    trouble = _Trouble("its reply is not what this route replies")
+                    trouble = _Trouble("its reply does not have the form of this route")
                 if worst is None or not trouble.timed_out:  # a time-out says less than another error
                     worst = trouble
                 wait = max(trouble.pause, pause * random.uniform(0.5, 1.0))  # random, so that retries spread
@@ -200,7 +202,7 @@ class JudgeServer:
     async def _held_back(self, deadline: float) -> None:
         while (wait := self._not_before - time.monotonic()) > 0:
             if self._not_before >= deadline:
-                raise self._final("it wants no questions (Retry-After) for too long")
+                raise self._final("it asks for a pause (Retry-After) that is too long")
             await asyncio.sleep(wait)
 
     async def _once(self, session: aiohttp.ClientSession, data: bytes, deadline: float) -> Any:

@@ -118,7 +118,9 @@ class Rubric:
             )
         match = _SCALE.fullmatch(scale or own_scale)
         if match is None or float(match[1]) >= float(match[2]):
-            raise ConfigError(f"judge.scale is {scale!r}; it must be two growing numbers, such as '1 to 10'")
+            raise ConfigError(
+                f"judge.scale is {scale!r}; it must be two numbers, the smaller one first, such as '1 to 10'"
+            )
         return cls(template, float(match[1]), float(match[2]))
 
     def share(self, number: float) -> float | None:
@@ -181,7 +183,7 @@ class VerdictReader:
         self._pool: WorkerPool | None = None
         if pattern:
             if as_json:
-                raise ConfigError("judge.json and judge.pattern are both set; a verdict has one form")
+                raise ConfigError("judge.json and judge.pattern are both set; set only one of them")
             try:
                 groups = re.compile(pattern.replace("{nonce}", "0")).groups
             except re.error as error:

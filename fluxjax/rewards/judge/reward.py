@@ -56,7 +56,7 @@ class Judge(BuiltIn):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.votes > 1 and not self.temperature:
-            raise ConfigError(f"judge.votes is {self.votes}, but with judge.temperature=0 all of them are the same")
+            raise ConfigError(f"judge.votes is {self.votes}, but with judge.temperature=0 all votes are the same")
         if self.images and self.api != "chat":
             raise ConfigError("judge.images needs judge.api='chat': the native route gets text only")
         self._reader = VerdictReader(self.json, self.pattern)
@@ -112,16 +112,19 @@ class Judge(BuiltIn):
             share = None if number is None else self._rubric.share(number)
             if share is not None:
                 return share
-            why = "a verdict beside the scale" if number is not None else "no verdict"
+            why = "a verdict outside of the scale" if number is not None else "no verdict"
             why = why if answer.whole else f"an answer cut off at judge.max_tokens = {self.max_tokens}"
             self._note(why, answer.text)
-        raise RewardFailure(Failing.INVALID, f"the judge gave no verdict, asked {self.retries + 1} times; last {why}")
+        raise RewardFailure(
+            Failing.INVALID,
+            f"the judge was asked {self.retries + 1} times without a valid verdict; its last reply was {why}",
+        )
 
     def _note(self, why: str, text: str) -> None:
         self._counts["unparsed"] += 1
         self._logged += 1
         if self._logged <= _LOGGED:
-            more = "; more are not logged" if self._logged == _LOGGED else ""
+            more = "; further ones are not logged" if self._logged == _LOGGED else ""
             log.warning("the judge gave %s: ...%r%s", why, text[-_SHOWN:], more)
 
     def close(self) -> None:
