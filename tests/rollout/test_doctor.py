@@ -227,7 +227,7 @@ def test_media_that_are_lost_on_the_way_are_named(server: Patient, monkeypatch: 
     monkeypatch.setattr("rollout.serve_requests.given_prompt", given_prompt)
     status, part, checks = outcome(server, capsys)
     assert (status, part) == (1, "pixels"), checks
-    assert checks["pixels"][1].startswith("image: it computes without the media")
+    assert checks["pixels"][1].startswith("image: the server computes without the media")
 
 
 def one_segment(arrays: Callable[..., Any]) -> Callable[..., Any]:
@@ -307,7 +307,7 @@ def overwritten(outputs: Outputs) -> Outputs:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (without_sums, "has no sums of model.layers.1.input_layernorm"),
+        (without_sums, "has no residual stream of model.layers.1.input_layernorm"),
         (first_tokens, "has new dumps of 5 tokens"),
         (overwritten, "norms overwrite their input"),
     ],
