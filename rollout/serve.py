@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     engine.add_argument("--kv-tokens", type=count, metavar="N",
                         help="tokens that the cache holds (default: as the memory allows)")  # fmt: skip
     engine.add_argument("--steps-per-sync", type=number(int, 0), default=0, metavar="N",
-                        help="tokens of a sample in a round (default 0: 4 to 16 on CPUs, 4 to 64 elsewhere)")  # fmt: skip
+                        help="tokens of a sample in a round (default 0: 4 to 64, on CPUs to 16)")  # fmt: skip
     engine.add_argument("--tp", type=count, default=1, metavar="N",
                         help="devices that compute together: 1, 2, 4, ... (default 1)")  # fmt: skip
     engine.add_argument("--dtype", choices=["float32", "bfloat16"],
