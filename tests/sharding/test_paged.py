@@ -93,7 +93,7 @@ def test_the_scores_of_a_block_are_computed_where_the_block_is_visited(width):
     """A compiler that takes the only block's scores out of the loop computes them although no sequence needs them."""
     k = jnp.zeros((LAYERS, 9, 2, PAGE, 8))
     pages = np.zeros((4, width), np.int32)
-    program = attend.lower(jnp.zeros((4, 4, 8)), k, k, pages, np.ones(4, np.int32), 1).compile().as_text()
+    program = attend.lower(jnp.zeros((4, 4, 8)), k, k, pages, np.ones(4, np.int32), 1).compile().as_text() or ""
     (body,) = re.findall(r"while\(.*body=%?([\w.\-]+)", program)
     (loop,) = re.findall(rf"^%?{re.escape(body)} .*?^}}", program, re.MULTILINE | re.DOTALL)
     assert "BKGH,BKSH->BKGS" in loop
