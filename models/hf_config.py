@@ -1,8 +1,8 @@
 """Reads and writes a `config.json` of Hugging Face, with flat or nested text settings.
 
 The rotary settings are in `rope_parameters` (new), or in `rope_scaling` and `rope_theta` (old), with the meaning that
-they have in transformers 5.23 (`modeling_rope_utils`). A rotary setting that this file does not read is refused.
-"""
+they have in transformers 5.23 (`modeling_rope_utils`). A rotary setting that changes anything, but that this file does
+not read, is refused."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def refuse_quantised(config: JsonObject, where: str) -> None:
             method = found.get("quant_method", "") if isinstance(found, dict) else found
             raise ModelConfigError(
                 f"{name} ({method}) in {where} is not supported, weights must be full-precision ones: take the "
-                "checkpoint that was not quantised, or remove the field if these weights never were"
+                "checkpoint that was not quantised, or remove the field if these weights are not quantised"
             )
 
 
@@ -133,7 +133,7 @@ def read_rope(
     }
     rope = next(iter(readings.values()))
     if outer is not config:
-        # transformers reads only `text_config`; settings that the top leaves out are taken from there
+        # transformers reads only `text_config`, which also gives settings that the top level leaves out
         repeated = {name: outer[name] for name in (*_ROPE_FIELDS, "rope_theta") if outer.get(name)}
         beside = {**config, "rope_theta": rope.theta, **repeated}
         readings = {f"{field} of text_config": reading for field, reading in readings.items()}

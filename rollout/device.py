@@ -161,7 +161,9 @@ class DeviceState:
             raise EngineError("the engine has no weights")
         stacks = {kind: list(map(by_path, layers)) for kind, layers in params.items() if isinstance(layers, list)}
         outer = by_path({name: value for name, value in params.items() if name not in stacks})
-        held: list[tuple[TensorName, Sequence[jax.Array] | jax.Array, int]] = []  # int: input axes that stand last
+        held: list[
+            tuple[TensorName, Sequence[jax.Array] | jax.Array, int]
+        ] = []  # the int: how many of the input axes stand last
         for entry in tensor_names(served(self.abstract.config)):
             if layers := stacks.get(entry.path[0]):
                 held.append((entry, [layer[entry.path[1:]] for layer in layers], self._matrices.get(entry.path, 0)))

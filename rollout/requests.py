@@ -29,8 +29,8 @@ from .slots import PAGE_TOKENS, pages_for
 
 LEAST, MOST = int(np.iinfo(np.int32).min), int(np.iinfo(np.int32).max)  # the device counts in int32
 MOST_SAMPLES = 65536  # most samples of one request
-LONGEST_ROUND = 64  # most tokens a sample in one round if turns are dispatched ahead
-LONGEST_KNOWN = 16  # most tokens a sample in one round on a CPU, if no stop id can end a sample
+LONGEST_ROUND = 64  # tokens for each sample in the longest round, if turns are dispatched ahead
+LONGEST_KNOWN = 16  # tokens for each sample in the longest round on a CPU, if no stop id can end a sample
 # Smaller temperatures would bring logits near the score of forbidden tokens, or beyond float32.
 LEAST_TEMPERATURE = 1e-6
 
@@ -43,8 +43,8 @@ class EngineLimits:
     max_sequence_tokens: int  # most tokens of a prompt and its response
     vocabulary: int
     vision: VisionConfig | None = None  # None for a text-only model
-    steps_per_sync: int = 4  # most tokens a sample in one round while samples wait
-    longest_round: int = 0  # most tokens a sample in one round while no sample waits; 0: `steps_per_sync`
+    steps_per_sync: int = 4  # tokens for each sample in a round while samples wait
+    longest_round: int = 0  # tokens for each sample in the longest round, while no sample waits; 0: `steps_per_sync`
     ahead: bool = False  # a turn of the engine is dispatched before the tokens of the previous turn are read
     small_model: bool = True  # a compilation costs more than the padding of a batch
     kv_tokens: int = 0  # tokens of the cache; 0: all slots at full length
@@ -65,8 +65,8 @@ class EngineLimits:
     @staticmethod
     def pace(device: Any, steps_per_sync: int, ahead: bool | None = None) -> dict[str, Any]:
         """The fields that depend on the device. An `ahead` of None becomes False on a CPU, whose cores are the host's,
-        too, and True elsewhere. If `steps_per_sync` is 0, rounds have at least 4 tokens a sample, and at most
-        `LONGEST_ROUND` with `ahead`, else `LONGEST_KNOWN`."""
+        too, and True elsewhere. If `steps_per_sync` is 0, a round has 4 tokens for each sample while samples
+        wait. Otherwise it may have up to `LONGEST_ROUND` with `ahead`, or up to `LONGEST_KNOWN` without."""
         ahead = device.platform != "cpu" if ahead is None else ahead
         longest = steps_per_sync or (LONGEST_ROUND if ahead else LONGEST_KNOWN)
         return {"steps_per_sync": steps_per_sync or 4, "longest_round": longest, "ahead": ahead}
@@ -296,7 +296,9 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[TokenChunk | Exception | None] = asyncio.Queue()  # behind chunks: the error or end
+        self._items: asyncio.Queue[TokenChunk | Exception | None] = (
+            asyncio.Queue()
+        )  # chunks, then an error or None at the end
         self._closed = False
 
     def put(self, chunk: TokenChunk) -> None:

@@ -61,7 +61,7 @@ class DeviceSpeed:
 
     def __post_init__(self) -> None:
         if not all(0 < value < math.inf for value in dataclasses.astuple(self)):
-            raise EngineError(f"all numbers of a pace must be positive and finite: {self}")
+            raise EngineError(f"all numbers of a DeviceSpeed must be positive and finite: {self}")
 
     def compute_seconds(self, text: TextConfig, rows: int, tokens: int, context: int, layer_bytes: int) -> float:
         """The seconds of one layer over `rows` rows of `tokens` tokens. A token sees half of its row and all `context`

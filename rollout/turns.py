@@ -1,18 +1,19 @@
 """Plans the two kinds of turn on the host; `rollout.device` runs them.
 
-A *start* prefills prompts and responses so far, and gives one token to each sample that has new pages. A *round* gives
+A *start* prefills prompts and responses so far, and gives one token to each sample that it starts. A *round* gives
 each running sample some tokens. Samples that start together share the computation of their prompt.
 
 A prompt, or a prompt with its response so far, is computed in chunks if it is longer than `CHUNK_TOKENS`. A chunk is
 written to pages. Later chunks attend to these pages, and so do samples that start later than other samples of the
-prompt. If a prompt has at most `PREFILL_PATCHES` patches, the prefill program computes all their features. No chunk of
-this prompt then ends before its last image or video ends. A prompt with more patches is cut anywhere, and the tower
+prompt. If a prompt has at most `PREFILL_PATCHES` patches, the prefill program computes all their features. No chunk
+then ends before the last image or video of the prompt ends. A prompt with more patches is cut anywhere, and the tower
 computes groups of frame pairs when chunks need them (`rollout.prompt_pixels`).
 
 If layers have states (`EngineLimits.recurrent`), a prefill can't continue from pages of a prompt alone. A chunk leaves
-its state in the slots of all samples that go on from it. A chunk ends at the last page boundary before the prompt's
+its state in the slots of all samples that go on from it. One chunk ends at the last page boundary before the prompt's
 last token, where the samples part. A sample whose slot has no state is computed from its first token, as after
-preemption. A row of a prefill has tokens of one response at most, so that the row ends with the state of its samples.
+preemption. A row of a prefill has tokens of one response at most, so that the row ends with the state of its
+samples.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .slots import PAGE_TOKENS, DecodeRound, doubling, geometric, pages_for
 if TYPE_CHECKING:
     from .prompt_pixels import FeatureWork
 
-SMALL_MODEL = 10**7  # most weights of a small model, for which few rows cost as much as many
+SMALL_MODEL = 10**7  # a model with at most this number of weights is small: few rows cost as much as many
 LEAST_ROWS = 32  # least rows of a start or a round, for a small model
 LEAST_CONTEXT = 32  # least cache entries that a chunk reads
 LEAST_TOKENS = 16  # least tokens of a row of a prefill
@@ -115,7 +116,8 @@ RoundPlan: TypeAlias = tuple[np.ndarray, DecodeRound]  # (slots, input of the de
 
 
 def plan_starts(scheduler: Scheduler) -> StartPlan:
-    """Plans the starts of all samples of this turn: packs prompts whose rows are missing, or computes their next chunk.
+    """Plans the starts of all samples of this turn: packs prompts whose rows are not computed, or
+    computes their next chunk.
     Samples that wait for pages get rows, too, so that a prompt is computed once."""
     jobs = scheduler.starting
     steps: StartPlan = []
@@ -194,9 +196,9 @@ def _last_boundary(prompt: ModelInput) -> int:
 
 
 def _chunk_end(scheduler: Scheduler, sample: RunningSample, media: int) -> int:
-    """The token before which a sample's next chunk ends; 0 if all its tokens fit a start. If layers have states, a
-    chunk ends where the samples of a prompt part. If several samples have response tokens, such a chunk precedes their
-    start even for a short prompt. Otherwise the row of each sample would repeat the prompt."""
+    """The token before which a sample's next chunk ends; 0 if all tokens of the sample fit a start. If layers have
+    states, a chunk ends where the samples of a prompt part. If several samples have response tokens, such a chunk
+    precedes their start even for a short prompt. Otherwise the row of each sample would repeat the prompt."""
     job = sample.job
     done, fork = scheduler.computed(sample), _last_boundary(job.request.prompt)
     stop = done + max(CHUNK_TOKENS, media - done)
@@ -367,8 +369,8 @@ def _least_rows(limits: EngineLimits) -> int:
 
 
 def round_sizes(limits: EngineLimits, samples: int, tokens: int) -> list[int]:
-    """The sizes that rounds surely have, the largest first, while `samples` samples get up to `tokens` tokens each: of
-    samples that start together, about half are left for each further round, and the start gives the first token."""
+    """The likely sizes of rounds, the largest first, in which `samples` samples get up to `tokens` tokens each.
+    The estimate halves the number of running samples after each round. The start gives each sample its first token."""
     least, running = _least_rows(limits), min(samples, limits.slots)
     sizes = sorted({doubling(n, least, limits.slots) for n in range(1, running + 1)}, reverse=True)
     return sizes[: -(-(tokens - 1) // limits.round_tokens)]

@@ -41,7 +41,7 @@ class Composition:
 
     In a run of several processes, `microbatches` have only the rows of this process, and `cells` only the tokens in
     these rows. `elsewhere` has the microbatches that devices of other processes compute alone, with shapes instead of
-    arrays. `coming` has some of `microbatches` in new buffer sizes, whose programs are compiled ahead.
+    arrays. `coming` has some of `microbatches` again, in buffers that fit better, whose programs are compiled ahead.
     """
 
     microbatches: tuple[Microbatch, ...]
@@ -116,7 +116,7 @@ def packing_metrics(compositions: Sequence[Composition], num_devices: int) -> di
     With plans, the result also has the share of tokens in sequences on more than one device, and the padded share of
     the rows. If devices keep their own pace, the result has the predicted share of device time lost by waiting for the
     busiest device. The result then also has the number of collective microbatches, and the most and fewest microbatches
-    of a device, with the collective microbatches. Under other strategies with plans, the result has the ratio of a
+    of a device, including collective ones. Under other strategies with plans, the result has the ratio of a
     device's largest to mean attention work, the same ratio of tokens, and the padded share of the all-to-alls.
     """
     elsewhere = [microbatch for composition in compositions for microbatch in composition.elsewhere]

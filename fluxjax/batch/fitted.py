@@ -21,12 +21,12 @@ from sharding.spread.shapes import round_up
 from .share import Piece, Row
 
 MORE = 2  # additional microbatches tried, beyond the fewest that could hold all tokens
-GOOD = 1.06  # no additional microbatch is tried if cells over tokens are at most this
+GOOD = 1.06  # no additional microbatch is tried if the ratio of cells to tokens is at most this
 LEAST = 8  # the least length of a row, in tokens
 
 
 def lengths_between(shortest: int, longest: int) -> list[int]:
-    """Returns the possible lengths of rows, ascending, from the least length of at least `shortest` up to `longest`."""
+    """Returns the possible lengths of rows, ascending, from the first that is not below `shortest` to `longest`."""
     lengths, length = [], round_up(max(shortest, LEAST), longest)
     while length < longest:
         lengths.append(length)

@@ -1,8 +1,8 @@
 """Prompts with shadows in the place of pixels.
 
 A store decodes the media and gives tickets, by which engines and trainer fetch the pixels. The index remembers the
-version of each medium's file. A changed file raises `StaleTicket` until `MediaIndex.forget`.
-"""
+version of each medium's file. If a file changed, fetching its pixels raises `StaleTicket` until `MediaIndex.forget` is
+called."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class MediaIndex:
         self._lock = threading.Lock()  # held while an entry is replaced
 
     def ref(self, media: Media) -> MediaRef:
-        """Returns the reference of a medium, with the file version of the index, or else from `ref_of`. Raises
-        MediaError as `ref_of` does."""
+        """Returns the reference of a medium. If the medium names no version of its file, the version is the one in the
+        index. If the index has none, `ref_of` looks at the file, and may raise MediaError."""
         if media.stamp or media.data is not None:
             return ref_of(media)
         kind, path = media.kind.value, local(media.path)

@@ -1,4 +1,4 @@
-"""Compares a server with the trainer on probes, in the order of cause.
+"""Compares a server with the trainer on probes. Each check looks at a cause of differences in the checks after it.
 
 The server tokenises texts and chats, states checksums of its weights, and samples answers. The trainer computes the
 log-probs of the answers again. If log-probs differ for a probe, the trainer also computes log-probs of suspects: a
@@ -154,8 +154,9 @@ class ServerComparison:
         return finding if dumps is None else await self._located(finding, probe, dumps)
 
     async def _located(self, unexplained: Finding, probe: Probe, dumps: TensorDumps) -> Finding:
-        """Compares hidden states behind each decoder layer. Returns a finding with the name of the first layer that
-        differs. If no layer differs, or layer 0 differs behind a tower, the finding has the name of `unexplained`."""
+        """Compares hidden states after each decoder layer. Returns a finding with the name of the first layer that
+        differs. If no layer differs, or if layer 0 of a model with a tower differs, the finding has the name of
+        `unexplained`."""
         ours = [state_TD for part, state_TD in our_parts(self._trainer.model, probe.inputs).items() if "layer" in part]
         earlier = dumps.passes()
         try:

@@ -243,8 +243,8 @@ class Gradients:
     def _place(self, inputs: PackedTokens, batch: Any) -> Any:
         if inputs.spread is not None and not set(inputs.spread.axes) <= set(self.mesh.axis_names):
             raise ValueError(
-                f"the batch is spread over axes {inputs.spread.axes}, the mesh has {self.mesh.axis_names}; for these "
-                f"strategies make the mesh with make_mesh({self.mesh.size}), without further replicas"
+                f"the batch is spread over axes {inputs.spread.axes}, the mesh has {self.mesh.axis_names}; make "
+                f"the mesh of ulysses and flex_ulysses with make_mesh({self.mesh.size}), without further replicas"
             )
         return self.strategy.place(self._read(batch))
 

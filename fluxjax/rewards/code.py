@@ -53,7 +53,9 @@ class TimeLimits:
         if not 0 < self.minimum <= self.maximum < float("inf"):
             raise ConfigError(f"time limits: 0 < minimum <= maximum is needed, got {self.minimum} and {self.maximum}")
         if not 1 <= self.factor < float("inf"):
-            raise ConfigError(f"time limits: factor is {self.factor}; below 1 right answers would be cut off")
+            raise ConfigError(
+                f"time limits: factor is {self.factor}; it must be at least 1, or right answers would be cut off"
+            )
 
     def seconds(self, case: str) -> float:
         if not self.adaptive or case not in self.anchors:
@@ -82,11 +84,11 @@ class CodeReward(BuiltIn):
     python: str = ""  # the interpreter of tests and code; empty: this process's interpreter
     packages: bool = False  # tests and code may import site packages; the interpreter then starts more slowly
     slots: int = positive(8)  # responses that are tested at a time
-    # Limits of a job. `time_limits` replaces `seconds` and `cpu`. A program's expected output adds its size to
-    # `output`.
+    # Limits of a job. `time_limits` replaces the seconds and the processor time of `limits`. A program's expected
+    # output adds its size to `output`.
     limits: SandboxLimits = dataclasses.field(default_factory=SandboxLimits, metadata=_OBJECT)
     time_limits: TimeLimits = dataclasses.field(default_factory=TimeLimits, metadata=_OBJECT)
-    seconds: float = positive(45.0)  # seconds for all inputs of a program together; below the bound of kind `code`
+    seconds: float = positive(45.0)  # seconds for all inputs of a program; must be below the bound of kind `code`
     partial: bool = False  # the value of a program is the share of its inputs that have the right output
 
     def __post_init__(self) -> None:
@@ -284,7 +286,7 @@ def _task(answer: Any) -> CodeTask:
     if task.tests.strip():
         return task
     if not task.inputs or len(task.inputs) != len(task.outputs):
-        raise ValueError(f"it has no tests, {len(task.inputs)} inputs and {len(task.outputs)} outputs")
+        raise ValueError(f"it has {len(task.inputs)} inputs, {len(task.outputs)} outputs and no tests")
     if task.program and not all(isinstance(text, str) for text in (*task.inputs, *task.outputs)):
         raise ValueError("inputs and outputs of a program (a task without entry_point) must be texts")
     if not task.program and not all(isinstance(arguments, list) for arguments in task.inputs):

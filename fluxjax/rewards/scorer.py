@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fluxjax.rewards")
 
-_KEPT = 65_536  # most prompts whose progress is remembered; far fewer are in flight
+_KEPT = 65_536  # the number of prompts for which the scorer remembers progress; far fewer are in flight
 _LOOKED_AT = 500  # answers of a source that are read before a run begins
 _CLOSING_SECONDS = 5.0  # most seconds for a reward's `close`
 _HERE = ("math", "format", "code", "judge")  # kinds of rewards that this process always calls
@@ -148,7 +148,7 @@ class WeightedSum:
 class Scorer:
     """Scores each response by its source's rewards; `decode` turns token ids into the text. Built-in rules run
     immediately, all other rewards in slots of their kind (`calls.py`). If a reward raises, takes too long, or returns
-    neither a `Reward` nor a finite number, the response is scored 0 with the reason."""
+    neither a `Reward` nor a finite number, the reward counts as 0, and the reason is kept."""
 
     def __init__(
         self,
@@ -342,7 +342,7 @@ class Scorer:
 
     def _called(self, found: FoundReward, is_object: bool) -> tuple[Any, Caller | None]:
         """Returns a reward and its caller: None for a built-in rule. Processes build and call a user's reward that has
-        an import path, unless the reward is an object, is asynchronous, keeps state or has a kind of `_HERE`. This
+        an import path, unless it was given as an object, is asynchronous, keeps state or has a kind of `_HERE`. This
         process calls the remaining rewards."""
         if inspect.isfunction(found.value) and found.value in UNREADABLE and not found.arguments:
             return found.value, None

@@ -33,7 +33,7 @@ class Trainer(Protocol):
         engines: Sequence[int] = (),
     ) -> None:
         """Computes gradients of some groups of the step that `train` will end. Uses the devices of these engines, which
-        sleep meanwhile, or without engines the trainer's devices. Changes no weights."""
+        sleep meanwhile; if `engines` is empty, uses the trainer's devices. Changes no weights."""
         ...
 
     def weights(self) -> Mapping[str, Any]:

@@ -132,7 +132,7 @@ def _interval(config: JsonObject, where: str) -> int:
         ordered = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(len(kinds))]
         if list(kinds) != ordered or len(kinds) != config.get("num_hidden_layers"):
             raise ModelConfigError(
-                f"layer_types in {where} must be of num_hidden_layers layers of which every n-th is full_attention"
+                f"layer_types in {where} must name num_hidden_layers layers, with full_attention at equal distances"
             )
     if type(interval) is not int or interval < 2:
         raise ModelConfigError(f"full_attention_interval={interval!r} in {where} must be an int of at least 2")

@@ -69,7 +69,7 @@ class DeltaError(RuntimeError):
 
 
 class VersionFolders:
-    """Writes versions into folders of its own below `shared`, which `close` removes. Any thread may use it."""
+    """Writes versions into its own folders below `shared`; `close` removes these folders. Thread-safe."""
 
     def __init__(self, shared: pathlib.Path, *, delta: bool = True) -> None:
         self._shared, self._delta = shared, delta
@@ -87,7 +87,7 @@ class VersionFolders:
         self.last = None
 
     def publish(self, published: Published) -> None:
-        """Writes a version, unless it was written last. Raises OSError if there is no room. Blocks."""
+        """Writes a version, unless it is the one written most recently. Raises OSError if there is no room. Blocks."""
         with self._lock:
             if published is self.last:
                 return

@@ -20,7 +20,7 @@ from ..mesh import target, varying_zero
 from . import flash
 
 MASKED = -1e30  # the score of a key that the query does not reach
-FLOOR = -1e20  # the least running maximum, which gives a query that reaches no key weights of 0
+FLOOR = -1e20  # the least running maximum, so that all weights are 0 for a query that reaches no key
 
 
 @jax.tree_util.register_dataclass

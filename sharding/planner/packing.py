@@ -76,9 +76,9 @@ def fewest(lengths_I: np.ndarray, share: list[int], room: int) -> int:
 def packed(
     lengths_I: np.ndarray, work_I: np.ndarray, share: list[int], count: int, room: int, by: Sequence[np.ndarray]
 ) -> Microbatches | None:
-    """Packs a share into `count` microbatches, heaviest first. Microbatches are even in the first of the amounts `by`
-    with which all microbatches fit. Returns None if there is no such amount. As many microbatches as sequences always
-    fit."""
+    """Packs a share into `count` microbatches, heaviest first. The amounts `by` are tried in order: microbatches are
+    made even in an amount until all of them fit. Returns None if they fit with no amount. With one microbatch for each
+    sequence they always fit."""
 
     def order(members: list[int]) -> tuple[float, list[int]]:
         return -float(work_I[members].sum()) if members else 0.0, members

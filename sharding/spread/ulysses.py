@@ -50,9 +50,9 @@ Compute = Callable[[int, PyTree], tuple[PyTree, PyTree]]  # (round, stream) -> r
 @dataclasses.dataclass(frozen=True)
 class View:
     """One round as a device sees it: columns of its row from `start`; the `valid` columns belong to the round. The
-    other columns belong to other rounds or are the row's padding. They are masked: `read` gives zeros for them (segment
-    0, too), and `write` leaves them unchanged. `axes` are the group's mesh axes (none for one device), `table` says
-    which tokens of the group's stream a layer mixes: `Tiles` for attention, `PackedRuns` for the delta rule."""
+    other columns belong to other rounds or are the row's padding. They are masked: `read` gives zeros for them, also as
+    their segments, and `write` leaves them unchanged. `axes` are the group's mesh axes (none for one device), `table`
+    says which tokens of the group's stream a layer mixes: `Tiles` for attention, `PackedRuns` for the delta rule."""
 
     start: Any  # i32 []
     valid: Any  # bool [budget]

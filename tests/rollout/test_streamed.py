@@ -388,5 +388,5 @@ def test_costs_grow_with_the_batch():
     one, two, three = (pass_bytes(text, rows, 64, 0, 4) for rows in (1, 2, 3))
     assert two > one > 4 * layer_weights(text) and three - two == two - one
     assert pass_bytes(text, 1, 64, 16, 4) - pass_bytes(text, 1, 64, 0, 4) == 4 * 80 * 2 * 2 * 16
-    with pytest.raises(EngineError, match="all numbers of a pace must be positive"):
+    with pytest.raises(EngineError, match="all numbers of a DeviceSpeed must be positive"):
         DeviceSpeed(flops=0.0)

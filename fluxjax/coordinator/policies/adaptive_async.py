@@ -7,8 +7,8 @@ One number, the async ratio, decides how many prompts are submitted. Prompts are
 (AReaL's bound on capacity, arXiv:2505.24298, section 5.1, with ratio * max_staleness for its eta). At ratio 0 the
 instructions are those of the synchronous policy. After each step a PID controller moves the ratio so that the staleness
 of the trained data stays at its target. A barrier follows if staleness is more than `TOLERANCE` above the target, or
-after more than `SYNC_INTERVAL` steps without a barrier. At a barrier, all running responses end and are trained on
-before new prompts begin.
+after more than `SYNC_INTERVAL` steps without a barrier. At a barrier, no prompt is drawn until no response runs and no
+training step is under way.
 
 No token that is more than `max_staleness` versions old is trained on. Training waits for an unfinished group that would
 otherwise become too old. A prompt whose group became too old is generated again.
@@ -64,7 +64,7 @@ class AdaptiveAsync(Base):
         self._pid = Pid(ratio, low, high, kp=GAINS["kp"], ki=GAINS["ki"], kd=GAINS["kd"])
         self.staleness = 0.0  # moving average
         self.barriers = 0  # barriers forced so far
-        self.barrier = False  # True: no prompt begins until all running responses are trained on
+        self.barrier = False  # True: no prompt is drawn until nothing is under way
         self.since_sync = 0  # steps since the last barrier
         self.seen = -1  # the step whose metrics were observed last
 
