@@ -59,7 +59,9 @@ def test_errors_name_the_folder(tmp_path):
         checkpoints.restore({})
     save(checkpoints, 1, arrays_on(1, P()), {})
     other = {**arrays_on(1, P()), "params": {**arrays_on(1, P())["params"], "v": jnp.zeros(3)}}
-    with pytest.raises(ResumeError, match=r"c/1 does not fit.*params\.v has the shape none there, \(3,\)"):
+    with pytest.raises(
+        ResumeError, match=r"c/1 does not fit.*params\.v has the shape none in the checkpoint, but \(3,\)"
+    ):
         checkpoints.restore(like(other))
     checkpoints.close()
     (tmp_path / "file").write_text("")

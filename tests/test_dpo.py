@@ -201,7 +201,7 @@ def test_what_can_not_couple_responses_is_refused():
         config = cli.load(
             ["--config.algorithm.name=dpo", f"--config.{name}={'true' if name == 'stream_trainer' else 0.5}"]
         )
-        with pytest.raises(ConfigError, match=rf"{name} .* = dpo depend on all of it"):
+        with pytest.raises(ConfigError, match=rf"{name} .* = dpo depend on all responses of the step"):
             check_algorithm(config, DPO)
 
 

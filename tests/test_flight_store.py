@@ -323,7 +323,9 @@ def test_a_medium_that_all_places_are_stuck_on_ends_the_question(tmp_path, fetch
     refs = pictures(tmp_path, 1)
     tickets = PlainStore(SETTINGS).look(refs)
     with stuck_stores(refs[0], True, lease_seconds=0.1) as (store, _):
-        with pytest.raises(DataError, match="were lost or did not answer 3 times over the same media; the last, place"):
+        with pytest.raises(
+            DataError, match="were lost or did not answer 3 times over the same media; the last time: place"
+        ):
             store.fetch(all_rows(tickets)) if fetch else store.look(refs)
         assert fetch or questions(store)[:2] in (["place 0", "place 1"], ["place 1", "place 0"])
 

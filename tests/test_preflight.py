@@ -356,7 +356,7 @@ def test_topologies():
 
 def test_a_missing_plugin_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.delenv("FLUXJAX_AOT", raising=False)
-    said = r"jax-cuda12-plugin is not in .*pip install --no-deps --target .aot/.*FLUXJAX"
+    said = r"jax-cuda12-plugin, which has .* is not in .*pip install --no-deps --target .aot/.*FLUXJAX"
     with pytest.raises(ConfigError, match=said):
         find_plugin(str(tmp_path))
     monkeypatch.setenv("FLUXJAX_AOT", str(tmp_path / "none"))

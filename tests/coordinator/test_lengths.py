@@ -177,7 +177,7 @@ class TestRules:
         assert predictor.predict(self.PROMPT) == pytest.approx(before, rel=0.02)
 
     def test_refusals(self) -> None:
-        with pytest.raises(ValueError, match="math/a: a response of -1 tokens"):
+        with pytest.raises(ValueError, match="math/a: a response can't have -1 tokens"):
             LengthPredictor().observe(self.PROMPT, -1)
         with pytest.raises(ValueError, match="limit is -1"):
             LengthPredictor(-1)

@@ -169,6 +169,10 @@ def test_no_checkpoint(tmp_path) -> None:
         models.load(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
         models.load(tmp_path)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: Is a directory"):
+        models.load(tmp_path)
+    (tmp_path / "config.json").rmdir()
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
         models.load(tmp_path)

@@ -150,7 +150,7 @@ def test_ticks_are_rounded_as_the_authors_round_them():
 )
 def test_rope_index_refuses_grids_that_do_not_match(images, videos, seconds):
     ids, *_ = prompt_of([("image", (1, 4, 4), 0.0)])
-    with pytest.raises(ValueError, match=r"placeholders|frame pair"):
+    with pytest.raises(ValueError, match=r"placeholders|frame pair|seconds_per_grid"):
         INDEX(ids, images, videos, seconds, tokens_per_second=2)
 
 

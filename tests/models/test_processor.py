@@ -253,7 +253,7 @@ def test_configured_bounds(processor, files):
     assert processor.configured(min_pixels=10**6).image.max_pixels == 10**6
     with pytest.raises(ValueError, match="is above max_pixels=10"):
         processor.configured(min_pixels=20, max_pixels=10)
-    with pytest.raises(MediaError, match="has 8 frames, 64 were asked for"):
+    with pytest.raises(MediaError, match="has 8 frames, but 64 were asked for"):
         processor.configured(num_frames=64).settings.load("video", path)
 
 

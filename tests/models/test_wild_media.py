@@ -118,7 +118,7 @@ def test_videos_that_cannot_be_used(tmp_path):
     short = dataclasses.replace(SETTINGS, limits=DecodeLimits(frames=47))
     refused("video", path, r"too many frames: more than 47", short)
     many = dataclasses.replace(SETTINGS, frames=FrameSettings(num_frames=50))
-    refused("video", path, r"has 48 frames, 50 were asked for", many)
+    refused("video", path, r"has 48 frames, but 50 were asked for", many)
     for name, data in (("empty", b""), ("zeros", bytes(5000)), ("text", b"no medium at all\n" * 99)):
         (tmp_path / name).write_bytes(data)
         refused("video", str(tmp_path / name), "is empty|cannot be opened as a video")

@@ -183,7 +183,7 @@ async def test_24_who_can_not_fetch_refuses():
     serving = engine(build(VL), fetch=there.fetch)
     for tensor, complaint in [
         (ShadowTensor.of("p", (64, 95), np.float32), r"must be float32 \(P, 96\)"),
-        (ShadowTensor.of("p", (64, 96), np.uint8), "stands for uint8"),
+        (ShadowTensor.of("p", (64, 96), np.uint8), "is a shadow tensor of uint8"),
         (ShadowTensor.of("p", (63, 96), np.float32), "has 63 patches"),
     ]:
         assert prompt.vision is not None
