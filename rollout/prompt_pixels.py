@@ -25,7 +25,7 @@ from models.shadow import Fetch, Rows, ShadowTensor
 from .slots import geometric
 
 THREADS = 4  # threads that wait for pixels
-AHEAD_PATCHES = 8192  # most patches that are fetched ahead of `take`, about as many as one or two turns need
+AHEAD_PATCHES = 8192  # limit of patches that are fetched ahead of `take`, about as many as one or two turns need
 LEAST_FEATURES = 16  # least features of a compiled program
 
 

@@ -91,7 +91,7 @@ class Job:
         return any(not sample.ended for sample in self.samples)
 
     def end_surplus(self) -> None:
-        """Marks the samples that still run as aborted, for `reap`, if as many as the request needs have ended."""
+        """If as many samples as the request needs have ended, marks all others as aborted, for `reap`."""
         need = self.request.need
         if need and sum(sample.ended and not sample.aborted for sample in self.samples) >= need:
             for sample in self.samples:

@@ -111,7 +111,7 @@ class DecodeRound:
 
     pages_BC: Int[AnyArray, "B C"]  # pages of each sample, filled up with pages out of range
     entries_BR: Int[AnyArray, "B R"]  # entries for the tokens of the longest round, numbered through all pages
-    steps: Int[AnyArray, ""]  # most tokens that a sample gets in this round; further entries are not written
+    steps: Int[AnyArray, ""]  # the most tokens that a sample gets in this round; further entries are not written
     slot_B: Int[AnyArray, " B"]  # out of range in padding
     position_B: Int[AnyArray, " B"]  # rotary position of the last token
     length_B: Int[AnyArray, " B"]  # entries in the cache
