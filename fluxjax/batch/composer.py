@@ -285,7 +285,7 @@ class Team:
         """Ends the watch over progress."""
 
 
-MAX_SHAPES = 32  # most compiled shapes of microbatches, for each number of devices
+MAX_SHAPES = 32  # limit of compiled shapes of microbatches, for each number of devices
 
 
 def shape_book(config: Config) -> ShapeBook:
