@@ -68,9 +68,9 @@ class Room:
 
 class Part:
     """The `pieces` of some groups, and the `plan` of their devices. Each piece is computed as one sequence. `owner` and
-    `work` are those of `Microbatch`. With an owner, the plan has one device. `shaped` means that the plan was made for rows
-    of a given length. `frame` bounds the patches of a frame pair. Raises PlanError if the tokens or patches of a device
-    exceed `room`."""
+    `work` are those of `Microbatch`. With an owner, the plan has one device. `shaped` means that the plan was made for
+    rows of a given length. `frame` bounds the patches of a frame pair. Raises PlanError if the tokens or patches of a
+    device exceed `room`."""
 
     layout: Layout
     media: SpreadMedia | None  # None for a text model

@@ -127,8 +127,8 @@ class Deal(NamedTuple):
 
 @functools.lru_cache
 def deal_heads(num_heads: int, num_kv_heads: int, degree: int) -> Deal:
-    """The deal with the fewest query heads a device (compute), then the fewest KV heads (traffic). KV heads whose
-    number `degree` divides are neither filled up nor copied. Zeros multiply the compute of attention by `local_queries
+    """The deal with the fewest query heads a device (compute), then the fewest KV heads (traffic). If
+    `degree` divides their number, KV heads are neither filled up nor copied. Zeros multiply the compute of attention by `local_queries
     * degree / num_heads`: 8 / 7 for 28 query heads, 4 KV heads and degree 8. Raises PlanError for a degree above the
     number of query heads, and ValueError for heads that are no multiple of the KV heads."""
     if num_heads % num_kv_heads:
@@ -154,7 +154,7 @@ class Limits:
     `num_heads`: query heads; no degree exceeds this number. 0: heads set no bound.
     `alpha`: most tokens of a device over the mean (FlexRL's alpha). More are accepted only if one sequence, or one
     block of `max_degree` devices, holds more even at the highest degree.
-    `tolerance`: excess of the largest compute load over the smallest possible that is accepted for less traffic.
+    `tolerance`: accepted excess of the largest compute load over the smallest possible, for less traffic.
     `tokens_per_device`: the tokens of a device's buffer, padding of chunks included; never exceeded. 0: no bound.
     `tau`: degrees above `tau` leave a host, and their traffic counts `GAMMA` times (SplitCost).
     """
