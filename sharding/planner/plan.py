@@ -128,9 +128,9 @@ class Deal(NamedTuple):
 @functools.lru_cache
 def deal_heads(num_heads: int, num_kv_heads: int, degree: int) -> Deal:
     """The deal with the fewest query heads a device (compute), then the fewest KV heads (traffic). If
-    `degree` divides their number, KV heads are neither filled up nor copied. Zeros multiply the compute of attention by `local_queries
-    * degree / num_heads`: 8 / 7 for 28 query heads, 4 KV heads and degree 8. Raises PlanError for a degree above the
-    number of query heads, and ValueError for heads that are no multiple of the KV heads."""
+    `degree` divides their number, KV heads are neither filled up nor copied. Zeros multiply the compute of attention by
+    `local_queries * degree / num_heads`: 8 / 7 for 28 query heads, 4 KV heads and degree 8. Raises PlanError for a
+    degree above the number of query heads, and ValueError for heads that are no multiple of the KV heads."""
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads can't be shared by {num_kv_heads} KV heads")
     if degree > num_heads:
@@ -275,7 +275,7 @@ def pose(
         if -(-int(lengths_I[longest]) // degree) > room:
             raise PlanError(
                 f"sequence {longest} has {lengths_I[longest]} tokens, but {degree} devices hold {degree * room}: raise "
-                f"limits.tokens_per_device ({room}) or limits.max_degree ({degree}), or shorten it"
+                f"limits.tokens_per_device ({room}) or limits.max_degree ({degree}), or shorten the sequence"
             )
         if least_memory > room:
             raise PlanError(
