@@ -38,7 +38,7 @@ from .cache import Context, KVCache, LayerRows, PageWrites, Rows, layers_by_kind
 from .engine_weights import LayerParams, model_by_layers
 from .slots import PAGE_TOKENS, DecodeRound, SlotSampling
 
-CANDIDATES = 256  # most probable tokens among which top-k and top-p look before they sort the vocabulary
+CANDIDATES = 256  # number of most probable tokens in which top-k and top-p look before they sort the vocabulary
 ENDED = -1  # in the place of the last token of a sample that has ended
 DELTA_LAYERS = "delta_layers"  # the kind of the layers that have states
 NEVER = np.float32(-1e30)  # the score of a forbidden token; finite, so that no NaN can arise
