@@ -7,7 +7,7 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def _guard_siblings() -> None:
-    """Raises ImportError if a sibling package is missing, or if Python finds another package of its common name."""
+    """Raises ImportError if a sibling package is missing, or if Python finds another package of the same name."""
     for name in ("models", "sharding", "rollout"):
         spec = importlib.util.find_spec(name)
         found = pathlib.Path(spec.origin).resolve() if spec and spec.origin else None

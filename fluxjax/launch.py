@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         type=int,
         default=3,
         metavar="N",
-        help="most restarts in a row without a new checkpoint (default 3)",
+        help="limit of restarts in a row without a new checkpoint (default 3)",
     )
     options = parser.parse_args(launch)
     if min(options.processes) < 1:

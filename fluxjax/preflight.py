@@ -14,8 +14,9 @@ that nothing hides, host memory for loading, the longest row that fits, and sett
                                   models need none (fluxjax/sizing/models)
   --out FILE                      the picture; by default preflight.png in config.run_dir, or runs/preflight-NAME.png
   --json                          print one line of JSON instead of tables: fits, peak_gib, memory_gib, ...
-  --aot-folder FOLDER             a folder with jax-cuda12-plugin and jax-cuda12-pjrt, or the same for CUDA 13, if not
-                                  in the environment (or the variable FLUXJAX_AOT); `bash scripts/test.sh aot` makes one
+  --aot-folder FOLDER             a folder with jax-cuda12-plugin and jax-cuda12-pjrt, or the same for CUDA 13; by
+                                  default the folder that FLUXJAX_AOT names, else .aot of the checkout, which
+                                  `bash scripts/test.sh aot` makes, else the Python environment
 
 Exit status: 0 if the run fits, 1 if not, 2 for what the user can mend. JAX may use 95 % of a device's memory here, or
 what XLA_PYTHON_CLIENT_MEM_FRACTION says. Set this variable for the run, too: without it, JAX takes 75 %.

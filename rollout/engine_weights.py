@@ -40,7 +40,7 @@ from .engine import EngineError
 
 T = TypeVar("T")
 CUT = frozenset("NKFV")  # axes that are cut: heads, KV heads, inner width of an MLP, vocabulary; no weight has two
-TOGETHER = 16 << 20  # most bytes of small weights that one call copies; a call takes longer than a small copy
+TOGETHER = 16 << 20  # the most bytes of small weights that one call copies; a call takes longer than a small copy
 LayerParams: TypeAlias = dict[str, Any]  # weights as of `models.split`, but each kind of layers is a list of layers
 
 # Several engines copy the same weights at the same time, each in its thread. JAX lists the shards of an array at the

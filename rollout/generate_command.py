@@ -64,23 +64,23 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--min-pixels",
         type=positive,
         metavar="N",
-        help="least pixels of an image or a frame; smaller ones are enlarged",
+        help="the fewest pixels of an image or frame; smaller ones are enlarged",
     )
     media.add_argument(
-        "--max-pixels", type=positive, metavar="N", help="most pixels of an image or a frame; larger ones are reduced"
+        "--max-pixels", type=positive, metavar="N", help="the most pixels of an image or frame; larger ones are reduced"
     )
     media.add_argument(
         "--fps", type=number(float, 0, above=True), metavar="X", help="frames read from each second of a video"
     )
-    media.add_argument("--max-frames", type=number(int, 2), metavar="N", help="most frames read from a video")
+    media.add_argument("--max-frames", type=number(int, 2), metavar="N", help="the most frames read from a video")
     sampling = parser.add_argument_group("sampling (default: as generation_config.json says)")
     sampling.add_argument(
-        "--max-tokens", type=positive, metavar="N", help=f"most tokens of an answer (default {MAX_TOKENS})"
+        "--max-tokens", type=positive, metavar="N", help=f"the most tokens of an answer (default {MAX_TOKENS})"
     )
     sampling.add_argument("--temperature", type=number(float, 0), metavar="X", help="0 is greedy")
     sampling.add_argument("--top-p", type=number(float, 0, 1, above=True), metavar="X", help="1 is off")
     sampling.add_argument("--top-k", type=number(int, 0, largest), metavar="N", help="0 is off")
-    sampling.add_argument("--seed", type=int, default=0, help="the same seed draws the same tokens (default 0)")
+    sampling.add_argument("--seed", type=int, default=0, help="the same seed gives the same tokens (default 0)")
     sampling.add_argument("--stop", nargs="+", action="extend", default=[], metavar="TEXT",
                           help="an answer ends before the first of these strings")  # fmt: skip
     parser.add_argument(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import uvicorn
 
 TOKEN = "FLUXJAX_TOKEN"
-SILENT = 64  # most connections without a complete head of a request; one more replaces the oldest
+SILENT = 64  # limit of connections without a complete head of a request; one more replaces the oldest
 HEAD_SECONDS = 10.0  # most seconds from the beginning of a connection to the end of the head of its first request
 
 

@@ -49,14 +49,14 @@ class EngineArrays:
         self.cache = state.cache_shapes(limits.pages)
 
     def round(self, size: int, sampling: SamplingParams) -> DecodeRound:
-        """The input of the decode program for a round of `size` samples that are sampled like this."""
+        """The input of the decode program for a round of `size` samples with this sampling."""
         limits, slots = self._state.limits, list(range(size))
         table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages)
         table.assign(GenerateRequest("", text_input([0]), sampling), slots, slots, [()] * size)
         return table.round(np.arange(size), size, limits.round_tokens, limits.round_tokens)
 
     def decode(self, batch: DecodeRound | None = None) -> jax.stages.Lowered:
-        """The program of a round like this, or with samples in all slots, not compiled yet."""
+        """The program of a round like `batch`, or of a round with samples in all slots, not compiled yet."""
         limits = self._state.limits
         batch = batch or self.round(limits.slots, SamplingParams())
         last_N = jax.ShapeDtypeStruct((limits.slots,), np.int32, sharding=self._state.layout.replicated)

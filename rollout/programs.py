@@ -38,7 +38,7 @@ from .cache import Context, KVCache, LayerRows, PageWrites, Rows, layers_by_kind
 from .engine_weights import LayerParams, model_by_layers
 from .slots import PAGE_TOKENS, DecodeRound, SlotSampling
 
-CANDIDATES = 256  # most probable tokens among which top-k and top-p look before they sort the vocabulary
+CANDIDATES = 256  # number of most probable tokens in which top-k and top-p look before they sort the vocabulary
 ENDED = -1  # in the place of the last token of a sample that has ended
 DELTA_LAYERS = "delta_layers"  # the kind of the layers that have states
 NEVER = np.float32(-1e30)  # the score of a forbidden token; finite, so that no NaN can arise
@@ -304,8 +304,8 @@ def sample(
     index_B: Int[Array, " B"],
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """Returns (sampled tokens, their log-probs). Forbidden ids are removed first, then all but the `top_k` most
-    probable tokens. Of these, only the most probable tokens stay, as few as reach `top_p` with their renormalised
-    probabilities together. Equal logits rank by token id. The remaining token with the largest sum of logit and Gumbel
+    probable tokens. Of the rest, only the most probable tokens stay, just enough for a total renormalised probability
+    of `top_p`. Equal logits rank by token id. The remaining token with the largest sum of logit and Gumbel
     noise is sampled. `index_B` is the token's index in its response."""
     greedy_B = params.temperature_B == 0
     temperature_B = jnp.where(greedy_B, 1.0, params.temperature_B)

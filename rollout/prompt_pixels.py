@@ -25,8 +25,8 @@ from models.shadow import Fetch, Rows, ShadowTensor
 from .slots import geometric
 
 THREADS = 4  # threads that wait for pixels
-AHEAD_PATCHES = 8192  # most patches that are fetched ahead of `take`, about as many as one or two turns need
-LEAST_FEATURES = 16  # least features of a compiled program
+AHEAD_PATCHES = 8192  # limit of patches that are fetched ahead of `take`, about as many as one or two turns need
+LEAST_FEATURES = 16  # the fewest features of a compiled program
 
 
 class FetchedPixels:

@@ -31,9 +31,9 @@ from .slots import PAGE_TOKENS, PagePool, SlotTable
 if TYPE_CHECKING:
     from .prompt_pixels import PromptFeatures
 
-PREFILL_TOKENS = 4096  # most tokens of a turn of starts, unless a prompt that can't be cut has more
+PREFILL_TOKENS = 4096  # the most tokens of a turn of starts, unless a prompt that can't be cut has more
 LONGER = 4  # ratio of one length of rounds to the next shorter length
-CHUNK_TOKENS = 2048  # most tokens of one prompt or sample in one prefill; a multiple of a page
+CHUNK_TOKENS = 2048  # the most tokens of one prompt or sample in one prefill; a multiple of a page
 
 
 @dataclasses.dataclass(eq=False)
@@ -91,7 +91,7 @@ class Job:
         return any(not sample.ended for sample in self.samples)
 
     def end_surplus(self) -> None:
-        """Marks the samples that still run as aborted, for `reap`, if as many as the request needs have ended."""
+        """If as many samples as the request needs have ended, marks all others as aborted, for `reap`."""
         need = self.request.need
         if need and sum(sample.ended and not sample.aborted for sample in self.samples) >= need:
             for sample in self.samples:
@@ -127,7 +127,7 @@ class Scheduler:
         self._pageless: set[RunningSample] = set()  # samples with a slot and no pages
         self.tokens_generated = self.preemptions = self._submitted = 0
         self.starting: dict[Job, list[RunningSample]] = {}  # starts of the next or present turn; empty: a round
-        self.steps = limits.steps_per_sync  # most tokens of a sample in the next or present round
+        self.steps = limits.steps_per_sync  # the most tokens of a sample in the next or present round
         self._more_to_start = False  # more samples wait for a start than fit one turn
 
     def resize(self, limits: EngineLimits) -> None:

@@ -239,7 +239,7 @@ class SampleAnswer:
 
     sample: BodySample
     engine_id: str = ""  # the sample's id in the engine, for aborts; empty until the sample is submitted
-    prompt_tokens: int = 0  # placeholders expanded, tokens begun earlier included
+    prompt_tokens: int = 0  # placeholders expanded, tokens generated earlier included
     aborted: bool = False  # perhaps before the sample is submitted
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[tuple[float, int, None]] = dataclasses.field(default_factory=list)

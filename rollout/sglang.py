@@ -22,7 +22,7 @@ from .wire import SERVE_VERSION, Json
 
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 CONNECT, CONTROL, UPDATE = 5.0, 30.0, 600.0  # seconds: to connect, for a short order, for new weights
-OPENING = 16  # most requests whose head is not sent yet: our servers hang up on the oldest of 64 silent connections
+OPENING = 16  # limit of requests whose head is not sent yet: our servers hang up on the oldest of 64 silent connections
 LEAST_LOGPROB = -1e30  # least log-prob of a token that can be sampled
 _ROWS_DROPPED = "drops the height and width rows of Qwen3.5's M-RoPE on CUDA (slime #2336, sglang #35345)"
 # By `model_type`: the first release of SGLang that computes the model rightly, and the fault of earlier releases
@@ -128,8 +128,8 @@ class ServerClient:
             raise ServerError(f"{self.address}/weights_checker: answers {str(answer)[:200]}") from None
 
     async def sleep(self) -> None:
-        """Frees the server's memory of weights, which are lost, and cache. Raises EngineError if samples run: SGLang
-        would die."""
+        """Frees the server's memory of weights and cache; the weights are lost. Raises EngineError if samples run:
+        SGLang would die."""
         load = await self.load()
         if samples := load["running"] + load["waiting"]:
             raise EngineError(f"{self.address}: can't sleep, {samples:g} samples are running; abort them first")

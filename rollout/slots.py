@@ -19,7 +19,7 @@ from models.inputs import AnyArray
 from .engine import GenerateRequest
 
 PAGE_TOKENS = 16
-LEAST_IDS = 8  # least columns for stop and forbidden ids; doubled when a request has more
+LEAST_IDS = 8  # the fewest columns for stop and forbidden ids; doubled when a request has more
 
 
 def doubling(size: int, least: int, most: int | None = None) -> int:
@@ -50,7 +50,7 @@ class PagePool:
     def __init__(self, total: int) -> None:
         self.total = total
         self.holders = [0] * total  # number of holders of each page
-        self.peak = 0  # most pages held at once
+        self.peak = 0  # the most pages held at once
         self._free = list(range(total))
 
     @property
@@ -111,7 +111,7 @@ class DecodeRound:
 
     pages_BC: Int[AnyArray, "B C"]  # pages of each sample, filled up with pages out of range
     entries_BR: Int[AnyArray, "B R"]  # entries for the tokens of the longest round, numbered through all pages
-    steps: Int[AnyArray, ""]  # most tokens that a sample gets in this round; further entries are not written
+    steps: Int[AnyArray, ""]  # the most tokens that a sample gets in this round; further entries are not written
     slot_B: Int[AnyArray, " B"]  # out of range in padding
     position_B: Int[AnyArray, " B"]  # rotary position of the last token
     length_B: Int[AnyArray, " B"]  # entries in the cache

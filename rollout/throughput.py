@@ -66,10 +66,10 @@ class Profile:
         return profile
 
     def best_degree(self, batch: int, length: int, devices: int) -> int:
-        """The degree at which the engines on `devices` devices together decode most tokens a second, if these engines
-        divide `batch` samples of about `length` tokens between them. The smallest of equally fast degrees counts. Rates
-        between measured batches are interpolated on a logarithmic scale; the nearest measured length counts. Raises
-        ProfileError if no degree up to `devices` was measured."""
+        """The degree at which the engines on `devices` devices together decode the most tokens a second, if these
+        engines divide `batch` samples of about `length` tokens between them. The smallest of equally fast degrees
+        counts. Rates between measured batches are interpolated on a logarithmic scale; the nearest measured length
+        counts. Raises ProfileError if no degree up to `devices` was measured."""
         rates = {}
         for degree in sorted({point.degree for point in self.points if point.degree <= devices}):
             engines = devices // degree

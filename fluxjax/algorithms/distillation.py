@@ -1,7 +1,7 @@
 """On-policy distillation from another model, by the reverse KL divergence (Agarwal et al., arXiv:2306.13649).
 
 The policy generates, and each of its tokens is scored by a teacher: the reference (`algorithm.reference`, a checkpoint
-of the same sizes). Minimising KL(policy || teacher) of each token by policy gradients has the advantage
+of the same sizes). Minimising KL(policy || teacher) of each token by policy gradients gives the advantage
 
     A_t = log teacher(o_t) - log policy(o_t),     loss -w min(r A_t, clip(r) A_t)
 

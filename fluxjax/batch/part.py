@@ -26,7 +26,7 @@ from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
 from .share import Groups, Outline, Piece, runs_bound
 
-# Most tokens that a device exports in a round of a degree above 1. An exported token predicts a token of another
+# The most tokens that a device exports in a round of a degree above 1. An exported token predicts a token of another
 # device. The last token of the device's chunk predicts the next chunk's first token. A prompt's last token in the chunk
 # predicts the first tokens of responses beyond the chunk.
 EXPORTS = 2
@@ -68,9 +68,9 @@ class Room:
 
 class Part:
     """The `pieces` of some groups, and the `plan` of their devices. Each piece is computed as one sequence. `owner` and
-    `work` are those of `Microbatch`. An owner has a plan of one device. `shaped` means that the plan was made for rows
-    of a given length. `frame` bounds the patches of a frame pair. Raises PlanError if the tokens or patches of a device
-    exceed `room`."""
+    `work` are those of `Microbatch`. With an owner, the plan has one device. `shaped` means that the plan was made for
+    rows of a given length. `frame` bounds the patches of a frame pair. Raises PlanError if the tokens or patches of a
+    device exceed `room`."""
 
     layout: Layout
     media: SpreadMedia | None  # None for a text model

@@ -26,7 +26,7 @@ from .share import Item, Outline, Piece, Row, TrainGroup, check, chunks_needed, 
 LONG = 1024
 FEWER = 0.97  # a packing with fewer rows a microbatch must have less than this share of the best packing's cells
 SHORTEST = 16  # no row is shorter than `packing.tokens_per_row` divided by this number
-GRID = 3  # number of sizes of a buffer: 1, 1/2 and 1/4 of the cap; short rows may also number 3/4 of the cap
+GRID = 3  # number of sizes of a buffer: 1, 1/2 and 1/4 of the cap; the number of short rows may also be 3/4 of it
 
 
 @dataclasses.dataclass(frozen=True)

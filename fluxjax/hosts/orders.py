@@ -142,8 +142,8 @@ def decode(data: bytes) -> Order:
         raise OrderError(f"{len(data)} bytes came that are no order: {error}") from error
     if protocol != PROTOCOL:
         raise OrderError(
-            f"process 0 speaks version {protocol} of the orders, this process version {PROTOCOL}: run one release in "
-            "all processes"
+            f"another process speaks version {protocol} of the orders, this process version {PROTOCOL}: run one "
+            "release in all processes"
         )
     if kind not in _ORDERS:
         raise OrderError(f"there is no order {kind!r}")

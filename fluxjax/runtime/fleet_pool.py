@@ -234,8 +234,8 @@ def for_all_engines(config: Config, addresses: Sequence[str]) -> Config:
 def _check_sglang(python: str, model: DecoderConfig, checkpoint: pathlib.Path) -> None:
     if not python and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
-            "rollout.engine is sglang, but this environment has none: pip install 'fluxjax[sglang]', or set "
-            "servers.python to the interpreter of an environment that has it"
+            "rollout.engine is sglang, but SGLang is missing here: pip install 'fluxjax[sglang]', or set "
+            "servers.python to the interpreter of an environment that has SGLang"
         )
     if python and shutil.which(python) is None:
         raise ConfigError(

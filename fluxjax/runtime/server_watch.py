@@ -20,9 +20,9 @@ from ..base.timeline import Span, Timeline
 from ..config.servers import check_address
 
 HEADER = """\
-# Rollout servers that others started, a line each: its address, and for weights.route=orbax that of its host's agent,
-# if it has one. While the run goes on, servers join with their lines, and leave with them. Those that the run started
-# itself are not listed.
+# Rollout servers that others started, one on a line: the server's address and, for weights.route=orbax, the address of
+# the agent on its host, if there is one. While the run goes on, a server joins when its line is added, and leaves when
+# its line is removed. Servers that the run started itself are not listed.
 """
 _LOOK_SECONDS = 0.25
 _REASON_CHARACTERS = 300

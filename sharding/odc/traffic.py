@@ -34,7 +34,7 @@ Key = tuple[int, int]  # unit, layer
 Turn = tuple[int, int]  # device, number of the microbatch on this device
 Row = tuple[jax.Array, ...]  # one layer's row of each owner, in order, on the device that fetched the rows
 Itinerary = Sequence[tuple[Key, ...]]  # for each step of a device: the keys of its weights
-BOUND = 6  # most waiting pushes of a device at an owner before the device waits
+BOUND = 6  # limit of waiting pushes of a device at an owner; beyond it, the device waits
 _FETCH, _PUSH = 0, 1
 
 

@@ -3,7 +3,7 @@ that all devices compute for equally long and little is sent.
 
 FlexUlysses has two objectives. First, the tokens of a device are within the memory limit, and the largest compute load
 is within `Limits.tolerance` of the smallest possible. If not both can be met, memory counts a hundred times. Second,
-traffic is little among plans that reach the first objective equally well. A placement without any sharding is the plan
+among plans that reach the first objective equally well, traffic is little. A placement without any sharding is the plan
 if it reaches the first objective. Otherwise sequences descend the tree of device groups; then pairs of groups exchange
 sequences (`placement`). This takes milliseconds, and the placement is nearly always good. If it is not, a search
 (`search`) follows, and the best placement of all is the plan.

@@ -127,10 +127,10 @@ class Deal(NamedTuple):
 
 @functools.lru_cache
 def deal_heads(num_heads: int, num_kv_heads: int, degree: int) -> Deal:
-    """The deal with the fewest query heads a device (compute), then the fewest KV heads (traffic). KV heads whose
-    number `degree` divides are neither filled up nor copied. Zeros multiply the compute of attention by `local_queries
-    * degree / num_heads`: 8 / 7 for 28 query heads, 4 KV heads and degree 8. Raises PlanError for a degree above the
-    number of query heads, and ValueError for heads that are no multiple of the KV heads."""
+    """The deal with the fewest query heads a device (compute), then the fewest KV heads (traffic). If `degree`
+    divides their number, KV heads are neither filled up nor copied. Zeros multiply the compute of attention by
+    `local_queries * degree / num_heads`: 8 / 7 for 28 query heads, 4 KV heads and degree 8. Raises PlanError for a
+    degree above the number of query heads, and ValueError for heads that are no multiple of the KV heads."""
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads can't be shared by {num_kv_heads} KV heads")
     if degree > num_heads:
@@ -149,12 +149,12 @@ def deal_heads(num_heads: int, num_kv_heads: int, degree: int) -> Deal:
 class Limits:
     """The settings of every planner. Sizes are tokens.
 
-    `max_degree`: most devices for one sequence, a power of two; 0 for the most that devices and heads allow. A group
-    stays in an aligned block, whose size is the largest power of two that divides the number of devices.
+    `max_degree`: the most devices for one sequence, a power of two; 0 for the most that devices and heads allow. A
+    group stays in an aligned block, whose size is the largest power of two that divides the number of devices.
     `num_heads`: query heads; no degree exceeds this number. 0: heads set no bound.
-    `alpha`: most tokens of a device over the mean (FlexRL's alpha). More are accepted only if one sequence, or one
-    block of `max_degree` devices, holds more even at the highest degree.
-    `tolerance`: excess of the largest compute load over the smallest possible that is accepted for less traffic.
+    `alpha`: the largest ratio of a device's tokens to the mean (FlexRL's alpha). More is accepted only if one sequence,
+    or one block of `max_degree` devices, holds more even at the highest degree.
+    `tolerance`: accepted excess of the largest compute load over the smallest possible, for less traffic.
     `tokens_per_device`: the tokens of a device's buffer, padding of chunks included; never exceeded. 0: no bound.
     `tau`: degrees above `tau` leave a host, and their traffic counts `GAMMA` times (SplitCost).
     """
@@ -275,7 +275,7 @@ def pose(
         if -(-int(lengths_I[longest]) // degree) > room:
             raise PlanError(
                 f"sequence {longest} has {lengths_I[longest]} tokens, but {degree} devices hold {degree * room}: raise "
-                f"limits.tokens_per_device ({room}) or limits.max_degree ({degree}), or shorten it"
+                f"limits.tokens_per_device ({room}) or limits.max_degree ({degree}), or shorten the sequence"
             )
         if least_memory > room:
             raise PlanError(

@@ -28,7 +28,7 @@ def spread_vision(
     `units`: patches of each unit. Consecutive equal units of one home (the frame pairs of a video) are dealt together.
     `home_first`, `home_degree`: the devices that hold the tokens of each unit, its home. In each replica the largest
     load is at most 1.05 times the mean or, if that is more, the largest load of longest-first placement. Among the
-    placements tried within this bound, the one with most patches at home is taken.
+    placements tried within this bound, the one with the most patches at home is taken.
     """
     replica = replica or num_devices
     rows = [np.asarray(row, np.int64).reshape(-1) for row in (units, home_first, home_degree)]
