@@ -80,7 +80,8 @@ class ODC(Ulysses):
 
     # True: parameters and gradients are spread over devices_per_host devices, and optimizer state over all devices.
     hybrid: bool = False
-    deterministic: bool = False  # True: gradients add up in the plan's order, with the same bits; else as they arrive
+    # True: gradients add up in an order that the plan fixes, always with the same bits. False: as they arrive.
+    deterministic: bool = False
 
 
 Strategy = FSDP | Ulysses | FlexUlysses | ODC

@@ -99,7 +99,8 @@ class WeightsConfig(Section):
 
     route: Route = Route.AUTO  # way of new weights to the servers
     folder: str = ""  # orbax: a folder that this host and the servers' hosts see under this name
-    agents: tuple[str, ...] = ()  # orbax: python -m rollout.weights.agent for each of servers.addresses, in their order
+    # orbax: the address of python -m rollout.weights.agent for each of servers.addresses, in their order
+    agents: tuple[str, ...] = ()
 
     def chosen(self, servers: ServersConfig) -> Route:
         """Returns the route; for `auto`, the route that suits the servers."""
