@@ -19,7 +19,7 @@ from sharding.weights import WeightSpec, weight
 
 from .layers import Between, Normal, RMSNorm, add_bias, project
 
-Aux = TypeVar("Aux")  # second result of the recurrence: the state behind the tokens, or None
+Aux = TypeVar("Aux")  # second result of the recurrence: the state after the tokens, or None
 Recur: TypeAlias = Callable[[DeltaInputs], tuple[Array, Aux]]
 
 

@@ -36,7 +36,7 @@ from .tensor_names import TensorName, name_layout
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safetensors names them
-SHARD_BYTES = 5_000_000_000  # most bytes of a file; the default of `transformers` before version 5
+SHARD_BYTES = 5_000_000_000  # the most bytes of a file; the default of `transformers` before version 5
 HEAD = "lm_head.weight"
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # a buffer in old files, derived from the configuration
 

@@ -169,7 +169,7 @@ def _normal_cdf(x: Array) -> Array:
     return 0.5 * (1 + jax.lax.erf(x * np.float32(math.sqrt(0.5))))
 
 
-FEW_ROWS = 48  # most rows for which a CPU multiplies faster with the weight as left factor (measured with 2 to 64)
+FEW_ROWS = 48  # the most rows for which a CPU is faster with the weight as left factor (measured with 2 to 64)
 
 
 def project(x: Array, matrix: nnx.Variable) -> Array:

@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"first difference: {part}")
                 return 1
     except (ImportError, ValueError, OSError) as error:
-        missing = ", to compare with: pip install 'fluxjax[parity]'" if isinstance(error, ImportError) else ""
+        missing = "; the comparison needs it: pip install 'fluxjax[parity]'" if isinstance(error, ImportError) else ""
         print(f"error: {' '.join(str(error).split())}{missing}", file=sys.stderr)
         return 2
     return 0

@@ -99,8 +99,8 @@ class AttentionFit:
 @dataclasses.dataclass(frozen=True)
 class Link:
     """Seconds of an all-to-all: `alpha + sent * (per_byte + congestion * flying)`. `sent` are the bytes that a device
-    sends over this link, `flying` the bytes that the device group has under way at once. `congestion` makes long
-    sequences slower than in proportion."""
+    sends over this link, `flying` the bytes that the device group has under way at once. With `congestion`, the
+    time grows faster than the bytes."""
 
     alpha: float
     per_byte: float

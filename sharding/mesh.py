@@ -72,7 +72,7 @@ def group_axes(axes: tuple[str, ...], degree: int) -> tuple[str, ...]:
     Raises MeshError for a degree that no product of these axes has."""
     twos = degree.bit_length() - 1
     if degree < 1 or degree != 1 << twos or twos > len(axes):
-        raise MeshError(f"no group of {degree} devices on this mesh; a power of two up to {1 << len(axes)}")
+        raise MeshError(f"no group of {degree} devices on this mesh; it must be a power of two up to {1 << len(axes)}")
     return axes[len(axes) - twos :]
 
 
@@ -126,7 +126,7 @@ def target() -> Target:
 
 @contextlib.contextmanager
 def compiling_for(target: Target) -> Iterator[None]:
-    """Makes all choices while tracing within the block for this target."""
+    """Makes all choices for this target in programs that are traced within the block."""
     token = _given.set(target)
     try:
         yield
@@ -167,7 +167,7 @@ def _importable() -> bool:
 @functools.cache
 def _capable(capability: int) -> bool:
     if capability < LEAST_CAPABILITY:
-        _log.warning("GPUs compute without our Triton kernels, slowly: these need NVIDIA GPUs since Ampere")
+        _log.warning("GPUs compute without our Triton kernels, slowly: the kernels need NVIDIA GPUs of Ampere or later")
     return capability >= LEAST_CAPABILITY
 
 

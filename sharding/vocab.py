@@ -29,7 +29,7 @@ from .mesh import Tiling, launch, runs_triton, target, varying_zero
 CHUNK_LOGITS = 1 << 26  # logits of a chunk if no size is given: 256 MB in float32
 LOG2E = 1.4426950408889634
 TOGETHER = 16  # tiles of tokens that run at once on one part of the head, so that tokens and part stay in L2
-LEAST_PARTS = 8  # least parts of the vocabulary: 8 x TOGETHER programs for an H100's 132 processors
+LEAST_PARTS = 8  # the least number of parts of the vocabulary: 8 x TOGETHER programs for an H100's 132 processors
 PROGRAMS = 1024  # the aim for the number of programs: with few tokens, the vocabulary has more parts
 
 

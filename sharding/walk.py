@@ -194,8 +194,8 @@ class Walk:
         if self.remat == "none" and self.gather is None and entries is None:
             return body
         policy = _all_but_weights if self.remat == "none" and entries is not None else REMAT[self.remat]
-        # XLA must not merge values that are computed again with values of the forward pass; in a loop XLA can't. In a
-        # period XLA would compute all layers again at once, before the backward pass of the period's last layer.
+        # XLA must not replace recomputed values by those of the forward pass; in a loop XLA can't. In a period XLA
+        # would compute all layers again at once, before the backward pass of the period's last layer.
         return jax.checkpoint(body, prevent_cse=written_out or entries is not None, policy=policy)
 
     def loop(
@@ -327,8 +327,8 @@ class Fsdp:
 
     def copies(self, params: Params) -> Params:
         """The parameters with the `copied` weights in `compute_dtype`, cast once for all microbatches of a step.
-        Without copies, `loss_and_grad` casts weights twice a microbatch. The gradients of the cast weights have this
-        dtype, too."""
+        Without copies, `loss_and_grad` casts weights twice a microbatch. The gradients of the cast weights are in
+        `compute_dtype`, too."""
         weights = by_path(params)
         return unflatten_dict(weights | {path: self._cast(weights[path]) for path in self.copied})
 

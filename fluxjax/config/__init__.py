@@ -66,7 +66,7 @@ class Ulysses(Chosen):
     """Every sequence is spread over the same number of devices."""
 
     spreads: ClassVar[bool] = True
-    max_degree: int = power_of_two(0)  # most devices of a sequence; 0: as many as devices and heads allow
+    max_degree: int = power_of_two(0)  # the most devices of a sequence; 0: as many as devices and heads allow
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,7 +80,8 @@ class ODC(Ulysses):
 
     # True: parameters and gradients are spread over devices_per_host devices, and optimizer state over all devices.
     hybrid: bool = False
-    deterministic: bool = False  # gradients add up in an order that the plan fixes, bit for bit; else as they arrive
+    # True: gradients add up in an order that the plan fixes, always with the same bits. False: as they arrive.
+    deterministic: bool = False
 
 
 Strategy = FSDP | Ulysses | FlexUlysses | ODC
@@ -170,7 +171,7 @@ class RolloutConfig(Section):
     engines: int = not_negative(0)
     # Groups whose responses are equal in this field are replaced by groups of other prompts (DAPO).
     dynamic_sampling: DynamicSampling = DynamicSampling.OFF
-    max_num_gen_batches: int = not_negative(10)  # most batches of prompts_per_step prompts for a step; 0: no bound
+    max_num_gen_batches: int = not_negative(10)  # the most batches of prompts_per_step prompts for a step; 0: no bound
 
     @property
     def tempered(self) -> bool:
@@ -447,8 +448,8 @@ class Config(Section):
                 )
             if self.algorithm.updates > 1:
                 raise ConfigError(
-                    f"{name} computes gradients before a step is complete, and all gradients of a step with the same "
-                    "weights; set algorithm.minibatches and algorithm.epochs to 1"
+                    f"{name} computes gradients before a step is complete, all with the same weights; "
+                    "set algorithm.minibatches and algorithm.epochs to 1"
                 )
             if self.algorithm.importance.normalize:
                 raise ConfigError(

@@ -129,8 +129,8 @@ def is_port(text: str) -> bool:
 def check_fields(section: Any, prefix: str = "") -> None:
     """Raises `ConfigError`, naming the field, unless each field has the type of its default and is within its bound.
     Numbers must be finite. An int may stand for a float. A field that allows objects is not checked, nor is the text of
-    a schedule. Sections within `section`, and in its dictionaries, are checked. A dictionary whose default is not empty
-    may have only the keys of the default."""
+    a schedule. Sections within `section`, and in its dictionaries, are checked. A dictionary of plain values whose
+    default is not empty may have only the keys of the default."""
     for field in dataclasses.fields(section):
         name, metadata = prefix + field.name, field.metadata
         value: Any = getattr(section, field.name)

@@ -9,7 +9,7 @@
                                                    right, the second if all were right (Flux: "per-prompt, per-stage")
     math: 1.0; code: linear(1.2, 0.8); *: 0.9      a schedule for each source; * for all other sources
 
-Progress is in [0, 1], 0 at the first step and 1 at the last. No schedule reads a clock or draws random numbers.
+Progress is in [0, 1], 0 at the first step and 1 at the last. No schedule reads a clock or samples random numbers.
 """
 
 from __future__ import annotations

@@ -99,7 +99,8 @@ class WeightsConfig(Section):
 
     route: Route = Route.AUTO  # way of new weights to the servers
     folder: str = ""  # orbax: a folder that this host and the servers' hosts see under this name
-    agents: tuple[str, ...] = ()  # orbax: python -m rollout.weights.agent for each of servers.addresses, in their order
+    # orbax: the address of python -m rollout.weights.agent for each of servers.addresses, in their order
+    agents: tuple[str, ...] = ()
 
     def chosen(self, servers: ServersConfig) -> Route:
         """Returns the route; for `auto`, the route that suits the servers."""
@@ -125,7 +126,7 @@ class WeightsConfig(Section):
         if self.agents and len(self.agents) != len(servers.addresses):
             raise ConfigError(
                 f"weights.agents has {len(self.agents)} addresses, servers.addresses {len(servers.addresses)}; give "
-                "the agent of each server's host, in their order (one agent does for all servers of a host)"
+                "the agent of each server's host, in the servers' order (one agent does for all servers of a host)"
             )
         if route is Route.ORBAX and engine is RolloutEngine.SGLANG and remote and not self.agents:
             raise ConfigError(

@@ -24,7 +24,7 @@ def make_coordinator(
     if policy and (names := " and ".join(name for name in switches if attrgetter(name)(config))):
         raise ConfigError(
             f"{names} would do nothing with a policy of your own, because only built-in policies read such settings; "
-            "unset this, and pass your policy what it needs"
+            "unset them, and pass your policy what it needs"
         )
     return Coordinator(
         dataclasses.replace(Settings.of(config), **changes),

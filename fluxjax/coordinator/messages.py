@@ -15,8 +15,8 @@ ABORTED = "abort"  # the value of `rollout.engine.FinishReason.ABORT`
 
 
 def request_id(draw: int, attempt: int) -> str:
-    """Returns the id of one attempt to generate a prompt's responses. All ids have one length, since SGLang aborts all
-    requests whose ids begin with the given id."""
+    """Returns the id of one attempt to generate a prompt's responses. All ids have the same length, since SGLang aborts
+    all requests whose ids begin with the given id."""
     return f"{draw:08d}.{attempt:02d}"
 
 

@@ -28,7 +28,7 @@ class Settings:
     max_attempts: int = 3  # generations of a prompt before it is given up
     # prompts in a row that can't be prepared, or have equal rewards, before the data counts as unusable
     max_skipped_in_a_row: int = 1000
-    # most batches of `prompts_per_step` generated for a step with dynamic sampling; 0: no bound
+    # the most batches of `prompts_per_step` prompts for a step with dynamic sampling; 0: no bound
     max_num_gen_batches: int = 0
     dynamic_sampling_by: DynamicSampling = DynamicSampling.CORRECT
     # the reward's name for each source, for messages

@@ -30,9 +30,9 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SECONDS = 5.0
 _PLAIN_HOSTS_SECONDS = 60.0
 _NAMES = ("process", "host", "server", "preprocessor")  # columns with texts on the left
-MOST = 16  # most processes that are shown, the slowest first
+MOST = 16  # the most processes that are shown: the slowest ones
 _BUSY = "rewards/busy/"
-_NOTABLE = 0.5  # least share of busy slots at which a kind of reward is shown
+_NOTABLE = 0.5  # the least share of busy slots at which a kind of reward is shown
 
 
 class Display:

@@ -17,8 +17,8 @@ from matplotlib.patches import Patch
 from ..base.statuses import MediumStage, Transition
 from ..base.timeline import Span, disjoint
 
-MOST_ROWS = 240  # most media that are drawn; of more media, one in two, three and so on is drawn
-MOST_NAMED = 12  # most preprocessors in the legend
+MOST_ROWS = 240  # the most media that are drawn; of more media, one in two, three and so on is drawn
+MOST_NAMED = 12  # the most preprocessors in the legend
 _PLACE_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf", "#7f7f7f")
 _SOURCE_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 _STAGE_COLOURS = {

@@ -119,7 +119,7 @@ class HostCollector(StatusCollector):
     metrics: ClassVar = {
         "devices": (GAUGE, "devices that the process trains on"),
         "memory_bytes": (GAUGE, "resident memory after the process's last step"),
-        "device_memory_bytes": (GAUGE, "most bytes in use on the fullest device of the process, 0: unknown"),
+        "device_memory_bytes": (GAUGE, "the most bytes in use on the fullest device of the process, 0: unknown"),
         "step": (GAUGE, "training steps since the process was started"),
         "prepare_seconds": (GAUGE, "time for planning, reading media and laying out the last step"),
         "train_seconds": (
@@ -150,7 +150,7 @@ class PreprocessorCollector(StatusCollector):
         "looks": (COUNTER, "media whose size the preprocessor read"),
         "decoded": (COUNTER, "media that the preprocessor decoded, all or in part"),
         "bytes": (COUNTER, "bytes of pixels that came from the preprocessor to process 0"),
-        "hits": (COUNTER, "slices that were asked for and were still decoded"),
+        "hits": (COUNTER, "slices that were asked for and were in memory"),
         "misses": (COUNTER, "slices that were asked for and had to be decoded again"),
         "lost": (COUNTER, "times that the preprocessor was lost"),
     }

@@ -20,10 +20,10 @@ from ..base.worker_pool import WorkerDied, WorkerError, WorkerPool, WorkerTimeou
 from ..config import RewardKindConfig
 from .named import Failing, FoundReward, RewardFailure, as_batch, as_reward, find_reward
 
-BATCH = 64  # most responses in a call of a batched reward
+BATCH = 64  # the most responses in a call of a batched reward
 BATCH_WAIT = 0.05  # seconds that a response waits for further responses of its batch
 _PING_SECONDS = 0.5  # seconds within which a loop answers if it is not blocked
-MEMORY_GIB = 4.0  # most memory that a process of a user's reward may take beside its imports
+MEMORY_GIB = 4.0  # the most memory that a process of a user's reward may take beside its imports
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Slots:
             semaphore.release()
 
     def usage(self) -> tuple[int, float]:
-        """Returns the most calls that waited at once, and the share of slots' time in calls, since the last `usage`.
-        The share is 0 only if no reward was called."""
+        """Returns the most calls that waited at once, and the share of the slots' time that calls took, since the last
+        `usage`. The share is 0 only if no reward was called."""
         self._tally()
         waited, busy = self._most, self._busy / max((self._tallied - self._since) * self._count, 1e-9)
         self._since, self._busy, self._most = self._tallied, 0.0, self._waiting

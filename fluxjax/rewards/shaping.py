@@ -67,7 +67,7 @@ class Overlong(BuiltIn):
     name = "overlong"
     most_tokens: int = bounded(0, lambda n: n > 0, "be positive: set it to rollout.max_new_tokens")
     interval: int = bounded(
-        0, lambda n: n > 0, "be positive: length costs from this number of tokens below most_tokens on"
+        0, lambda n: n > 0, "be positive: a response loses reward from most_tokens - interval tokens on"
     )
 
     def __post_init__(self) -> None:

@@ -232,7 +232,7 @@ class BoxOverlap(BuiltIn):
 
     name = "boxes"
     threshold: float = within(0.0, "[0, 1]")
-    correct_from: float = within(0.5, "(0, 1]")  # least IoU of every pair in a right answer
+    correct_from: float = within(0.5, "(0, 1]")  # the least IoU of every pair in a right answer
     most_boxes: int = positive(100)  # a text with more boxes gets 0
 
     async def score(self, completion: Completion) -> Reward:

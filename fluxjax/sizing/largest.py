@@ -26,7 +26,7 @@ from ..batch.share import Outline, Piece, Share, TrainGroup, most_chunks
 from ..config import FSDP, Config, ConfigError
 
 STEPS = 3  # steps of made-up lengths
-TEXT_TOKENS = 16  # least number of a prompt's tokens beside its image
+TEXT_TOKENS = 16  # the least number of a prompt's tokens beside its image
 
 
 def longest_prompt(config: Config, model: DecoderConfig) -> ModelInput:

@@ -64,7 +64,7 @@ def show(verdict: Verdict, title: str, console: Console) -> None:
         sent.add_section()
     console.print(sent)
     console.print(
-        "Exposed: the compiled schedule has no computation of this length between start and end.", style="dim"
+        "Exposed: the compiled schedule has no computation that takes as long between start and end.", style="dim"
     )
     for line in _conclusions(verdict):
         console.print(line, highlight=False, soft_wrap=True)

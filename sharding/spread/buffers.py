@@ -75,7 +75,7 @@ class Layout:
 
     def places(self) -> tuple[np.ndarray, np.ndarray]:
         """(device, column) of every token, sequence after sequence. Each call computes the places anew, since process 0
-        of several has the layouts of a complete step, and needs few places."""
+        of a gang has the layouts of a complete step, and needs few places."""
         first_token = np.cumsum([0, *self.plan.lengths])
         device, column = np.zeros((2, first_token[-1]), np.int64)
         for j, round in enumerate(self.plan.rounds):
@@ -156,7 +156,7 @@ class SizedLayout:
 
     def padding(self) -> dict[str, float]:
         """The shares of padding: `mlp` in the columns of rows, `all_to_all` in the columns of sharded rounds, on the
-        device with most tokens in these rounds."""
+        device with the most tokens in these rounds."""
         sharded = [j for j, (degree, _) in enumerate(self.rounds) if degree > 1]
         sent = sum(self.rounds[j][1] for j in sharded)
         used = int(self.counts[:, sharded].sum(axis=1).max()) if sharded else 0

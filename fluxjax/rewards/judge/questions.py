@@ -113,8 +113,8 @@ class Rubric:
             raise ConfigError(f"{where}: it has no field {{response}}, so that there is nothing to judge")
         if tells_form and "verdict" not in used:
             raise ConfigError(
-                f"{where}: it has no field {{verdict}}, which tells the judge how to write its verdict; or give a "
-                "judge.pattern that finds it"
+                f"{where}: it has no field {{verdict}}, which tells the judge how to write its verdict; add it, or "
+                "give a judge.pattern that finds the verdict"
             )
         match = _SCALE.fullmatch(scale or own_scale)
         if match is None or float(match[1]) >= float(match[2]):
@@ -137,7 +137,7 @@ class Rubric:
         values = {name: f"<{name}-{nonce}>\n{text}\n</{name}-{nonce}>" for name, text in material.items()}
         values |= {"nonce": nonce, "verdict": form.replace("{nonce}", nonce)}
         values |= {"lowest": f"{self.lowest:g}", "highest": f"{self.highest:g}"}
-        # One pass fills in all fields, so that a response may have the name of a field.
+        # One pass fills in all fields, so that a response may contain the name of a field.
         return _FIELD.sub(lambda field: f"{{{field[1]}}}" if field[1] else values[field[2]], self.template), nonce
 
 
@@ -166,11 +166,11 @@ def nonce_of(*texts: str, digits: int = 8) -> str:
 
 
 _TAIL = 4000  # characters at the end of an answer that are searched
-_MOST_BRACES = 100  # most braces, from the end, that are tried as beginnings of JSON objects
+_MOST_BRACES = 100  # the most braces, from the end, that are tried as beginnings of JSON objects
 _NUMBER = r"[-+]?[0-9]{1,9}(?:\.[0-9]{1,9})?"
 _LINE = "VERDICT {nonce}: NUMBER"
 _OBJECT = '{"nonce": "{nonce}", "verdict": NUMBER}'
-_PATTERN_SECONDS = 1.0  # most seconds of a search with a user's pattern
+_PATTERN_SECONDS = 1.0  # the most seconds of a search with a user's pattern
 
 
 class VerdictReader:
@@ -190,7 +190,7 @@ class VerdictReader:
                 raise ConfigError(f"judge.pattern is {pattern!r}, which is no regular expression: {error}") from error
             if not groups:
                 raise ConfigError(f"judge.pattern is {pattern!r}; it must have a group (...), which matches the number")
-            # A process, which can be killed, searches, since a pattern may take for ever on a model's text.
+            # A process that can be killed searches, since a pattern may take for ever on a model's text.
             path = "fluxjax.rewards.extraction:last_group"
             self._pool = WorkerPool(path, 1, seconds=_PATTERN_SECONDS, memory_gib=0.25, name="judge.pattern")
 

@@ -18,9 +18,9 @@ from .questions import JudgeModel, Question, Rubric, VerdictReader
 
 log = logging.getLogger("fluxjax.rewards")
 
-_SECONDS = 60.0  # most seconds of a call without `call_within`
+_SECONDS = 60.0  # the most seconds of a call without `call_within`
 _AGAIN = 0.7  # the least temperature of a repeated question, because a greedy answer would be the same
-_LOGGED = 3  # most answers without a verdict that are logged
+_LOGGED = 3  # the most answers without a verdict that are logged
 _SHOWN = 300  # characters at the end of a logged answer
 
 
@@ -47,10 +47,10 @@ class Judge(BuiltIn):
     temperature: float = not_negative(0.0)
     max_tokens: int = positive(1024)  # tokens of an answer, thoughts included
     votes: int = positive(1)  # verdicts on a response, requested at once
-    retries: int = not_negative(2)  # most repetitions of a question for lack of a verdict
+    retries: int = not_negative(2)  # the most repetitions of a question for lack of a verdict
     correct_from: float = within(1.0, "[0, 1]")  # the least value of a correct response
-    request_seconds: float = positive(30.0)  # most seconds of one request
-    most_characters: int = positive(32_000)  # most characters, at the end of a response, that the judge sees
+    request_seconds: float = positive(30.0)  # the most seconds of one request
+    most_characters: int = positive(32_000)  # the most characters of a response, from its end, that the judge sees
     images: bool = False  # the prompt's images are shown, too (chat)
 
     def __post_init__(self) -> None:
