@@ -17,7 +17,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 MASKED = tl.constexpr(-1e30)  # the score of a key that the query does not reach
-FLOOR = tl.constexpr(-1e20)  # the least running maximum, which gives a query that reaches no key weights of 0
+FLOOR = tl.constexpr(-1e20)  # the least running maximum: if a query reaches no key, all its weights are 0
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
