@@ -1,4 +1,4 @@
-"""Callbacks, the reporter that calls them, and the first and last lines that a run prints."""
+"""Callbacks, the reporter that calls them, and the lines that open and sum up a run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A version of the weights as servers of this host read it: a checkpoint folder in shared memory, with the checksums
-that servers must answer after an update.
+"""A version of the weights as servers of this host read it: a checkpoint folder in shared memory, and the checksums
+with which servers must answer after an update.
 
 `rollout.serve` has the checkpoint's tensors. SGLang joins some tensors (queries, keys, values; gate, up; the input
 projections of linear attention), pads the vocabulary, and divides tensors over its ranks. Each rank hashes its parts,

@@ -81,7 +81,7 @@ def _by_blocks(q: Array, k: Array, v: Array, pages: Array, length: Array, layer:
 
 def tiling_of(dtype: Any, head: int) -> Tiling:
     """Returns the entries of the kernel's tile, and its numbers of warps and stages. With five stages in bfloat16, the
-    compiled kernel has 72 KB of shared memory, of at least 99 KB on each GPU."""
+    compiled kernel takes 72 KB of shared memory, and each GPU has at least 99 KB."""
     narrow = head <= 128
     if jnp.dtype(dtype).itemsize == 4:
         return Tiling((32 if narrow else 16,), 4, 3)
