@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from .locations import filesystem, is_url, reaching, version_of
 from .media_cache import Recent
 
-KEPT_BYTES = 256 << 20  # most bytes of row groups in memory; the newest row group stays even if it is larger
+KEPT_BYTES = 256 << 20  # bytes of row groups in memory, at most; the newest row group stays even if it is larger
 KEPT_FILES = 16  # files that stay open
 SLOTS = pa.list_(pa.string())  # each row's items: a path, EMBEDDED if the file holds the item's bytes, or null
 EMBEDDED = ""

@@ -24,15 +24,15 @@ from ..base.errors import DataError
 from .tickets import MediaRef, StaleTicket
 
 PROTOCOL = 2  # version of this protocol; both sides must have the same version
-MOST_REQUEST = 4 << 20  # most bytes of a question
-MOST_BATCH = 64 << 20  # most bytes of the patches of a range
-MOST_ANSWER = MOST_BATCH + (1 << 20)  # most bytes of a message to a client
-MOST_RANGES = 64  # most ranges of a question
-_MOST_WORDS = 1024  # most bytes of an error's path, and of its reason, which travel in a header
+MOST_REQUEST = 4 << 20  # bytes of a question, at most
+MOST_BATCH = 64 << 20  # bytes of the patches of a range, at most
+MOST_ANSWER = MOST_BATCH + (1 << 20)  # bytes of a message to a client, at most
+MOST_RANGES = 64  # ranges of a question, at most
+_MOST_WORDS = 1024  # bytes of an error's path, and of its reason, at most: both travel in a header
 
 
 class BadQuestion(ValueError):
-    """A client sent no question of this protocol."""
+    """The question of a client does not follow this protocol."""
 
 
 # The names of errors on the wire. The first type that fits an error gives the error's name.

@@ -94,7 +94,7 @@ def _how_to_download(path: str) -> str:
     if is_url(path) or len(parts) != 2 or "/" in parts or suffix(path) in (".jsonl", ".ndjson", ".parquet"):
         return ""
     return (
-        "; data sets are not downloaded by themselves, if this is a Hub id: "
+        "; if this is a Hub id, download the data set first: "
         f"hf download {path} --repo-type dataset --local-dir {parts[1]}, then give that folder, or one of its subsets"
     )
 

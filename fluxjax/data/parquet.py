@@ -24,7 +24,7 @@ from .media_cache import Recent
 from .sources import Fields, answer_text, resolve, tell_unused, to_prompt
 
 log = logging.getLogger("fluxjax.data")
-CACHE_BYTES = 64 << 20  # most bytes of texts in memory; the newest row group stays even if it is larger
+CACHE_BYTES = 64 << 20  # bytes of texts in memory, at most; the newest row group stays even if it is larger
 _FIRST_ROWS = 16  # rows of unused columns, read to see whether they hold media
 LARGE_ROW_GROUP = 128 << 20  # bytes; a shuffled read of larger row groups is slow, and the user is warned
 _SPLITS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}

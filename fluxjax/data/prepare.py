@@ -61,7 +61,7 @@ class PromptLimits:
     `devices` devices, each pair to one device."""
 
     tokens: int
-    patches: int  # most patches of a device
+    patches: int  # patches of a device, at most
     devices: int = 1
 
     @classmethod

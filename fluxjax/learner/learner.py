@@ -431,8 +431,8 @@ def _fingerprints(params: Params) -> Array:
 
 
 def _of(weight: Array) -> Array:
-    """Returns the sum of an array's numbers, read as integers, each times an odd factor that its position gives. A sum
-    of integers does not depend on the order, and an odd factor loses no bit."""
+    """Returns the sum of an array's numbers, each read as an integer and multiplied by an odd factor of its position. A
+    sum of integers does not depend on the order, and an odd factor loses no bit."""
     factors = jnp.ones(weight.shape, jnp.uint32)
     for axis in range(weight.ndim):
         places = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)

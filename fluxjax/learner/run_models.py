@@ -97,7 +97,7 @@ class RunModels:
             self.reference = self.learner.with_trained(self.reference)
 
     def close(self) -> None:
-        """Cancels compilations for learner and critic that have not begun."""
+        """Cancels compilations that have not begun, for learner and critic."""
         self.learner.gradients.close()
         if self.critic is not None:
             self.critic.gradients.close()

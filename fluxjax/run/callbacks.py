@@ -1,4 +1,4 @@
-"""Callbacks, the reporter that calls them, and the first and last lines that a run prints."""
+"""Callbacks, the reporter that calls them, and the lines that open and sum up a run."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _tokens(servers: Sequence[ServerStatus]) -> int:
 
 
 def opening(summary: Summary, sources: Mapping[str, Sized], run_dir: pathlib.Path, resumed: int | None) -> str:
-    """Returns the first line that a run prints."""
+    """Returns the line that `fit` prints first."""
     begin = "starting" if resumed is None else f"resuming after step {resumed}"
     named = ", ".join(f"{name} ({len(source):,})" for name, source in sources.items())
     devices = f"{summary.devices} device{'s' if summary.devices > 1 else ''}"
@@ -209,7 +209,7 @@ def opening(summary: Summary, sources: Mapping[str, Sized], run_dir: pathlib.Pat
 
 
 def closing(summary: Summary, reason: str) -> str:
-    """Returns the last lines that a run prints: accuracies beside the controls (blind, chance), and failures."""
+    """Returns the lines that sum up a run: accuracies beside the controls (blind, chance), and failures."""
     lines = [f"{reason}: {summary.steps} steps in {summary.seconds['total']:.0f} s"]
     for source, accuracy in summary.accuracy.items():
         values = [f"{accuracy[when]:.1%}" for when in ("start", "end") if when in accuracy]
@@ -223,7 +223,7 @@ def closing(summary: Summary, reason: str) -> str:
         lines.append(f"skipped prompts: {skipped}")
     for source, reasons in summary.rewards_failed.items():
         failed = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
-        lines.append(f"rewards that failed, each time scored 0, of source {source}: {failed}")
+        lines.append(f"failed rewards of source {source}, each scored 0: {failed}")
     if summary.steps_not_finite:
         lines.append(f"steps left out because their gradients were not finite: {summary.steps_not_finite}")
     if summary.checkpoints_failed:

@@ -137,8 +137,8 @@ def settled_remat(
     sleeping: bool = False,
 ) -> Remat:
     """Returns the rematerialisation to train with. For `auto`, this is the first rematerialisation that fits into
-    memory. If memory is unknown or not checked, `auto` becomes `none`. If memory is known, `auto` becomes `layer` under
-    odc.
+    memory. If memory is unknown or `sharding.preflight` is false, `auto` becomes `none`. Otherwise, under odc, `auto`
+    becomes `layer`.
 
     If a device's memory is known (on GPUs, or by `sharding.device_memory_gib`), the run's largest programs are
     compiled, except under odc. `Account` describes `sleeping`. Raises ConfigError for a run that needs more memory, and

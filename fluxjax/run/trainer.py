@@ -343,7 +343,7 @@ class FluxTrainer:
                     self.display.step(step, metrics, {})
         self.gang.tell(Begin("rl", self.state.asked.steps))
         self.models.begin(self.state.asked.steps)
-        if config.sharding.compile_ahead:  # no shape is compiled for the programs of RL
+        if config.sharding.compile_ahead:  # no training program of RL has been compiled yet
             composer.shapes.begin_anew()
         self.state.started = True
         if total:  # a run that is killed before its next checkpoint need not repeat the warm start

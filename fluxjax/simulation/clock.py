@@ -24,7 +24,7 @@ class Clock:
         """Schedules `action` for `time` (seconds), and returns a handle for `cancel`. Raises ClockError for a time that
         has passed or is no finite number."""
         if not self.now <= time < math.inf:
-            raise ClockError(f"the clock is at {self.now}: nothing can be done at {time}, which is past")
+            raise ClockError(f"the clock is at {self.now}: no action can be scheduled for {time}")
         self._serial += 1
         handle = [time, self._serial, action]
         heapq.heappush(self._queue, handle)

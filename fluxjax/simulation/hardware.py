@@ -22,7 +22,7 @@ MEMORY = 80e9  # bytes of a GPU
 BANDWIDTH = 3.35e12  # bytes a second of its memory
 NVLINK = 400e9  # bytes a second between GPUs of a host (FlexRL, section 6)
 NETWORK = 50e9  # bytes a second into a host: 400 Gbps InfiniBand
-SANDBOX_LIMIT = 30.0  # most seconds of a code sandbox
+SANDBOX_LIMIT = 30.0  # seconds of a code sandbox, at most
 
 # --- assumed, because no figure gives them --------------------------------------------------------------
 

@@ -128,7 +128,7 @@ class SimulateConfig(Config):
             most = min(MAX_DEGREE, hardware.gpus_per_host, sim.rollout_gpus)
             if sim.rollout_gpus % (1 << (most.bit_length() - 1)):
                 raise ConfigError(
-                    f"parallelism.min_degree above 0 has engines of up to {most} GPUs, which must divide the "
+                    f"with parallelism.min_degree above 0, engines have up to {most} GPUs, which must divide the "
                     f"{sim.rollout_gpus} for rollout"
                 )
         sim.faults.validate("simulation.faults.")

@@ -5,7 +5,7 @@ or Flexes' reward scheduler (section 4.3). With the scheduler:
 
 - A sandbox is stopped after min(max(2 s, 1.5 times the anchor), 30 s). A prompt's anchor is the longest sandbox run of
   its correct responses so far. A prompt without a correct response has the largest anchor of all prompts.
-- Each GPU of the cluster has a judge. The cost of sharing is left out: by the paper, neither engine nor judge fills a
+- Each GPU of the cluster has a judge. The cost of sharing is left out: in the paper, neither engine nor judge fills a
   GPU. Streaming the judge's layers from host memory costs little.
 """
 

@@ -51,7 +51,7 @@ class Rollout:
         self.hardware = self.settings.hardware()
         self.newest: dict[int, Generation] = {}
         self.launched = self.aborted = self.crashes = 0
-        self.longest = 0  # tokens of the longest response that arrived since this was set to 0
+        self.longest = 0  # tokens of the longest response that ended since this was set to 0
         self._open: dict[str, Generation] = {}  # by rid: generations with a sample on the engine
         self._seconds, self._busy_since = 0.0, -1.0  # seconds with an open request; the begin of the present spell
         self._past = [0.0] * 4  # earlier engines' GPU seconds of work, peak tokens, tokens, preemptions
@@ -238,8 +238,8 @@ class Rollout:
 
 
 def meet_incidents(rollout: Rollout, faults: FaultPlan, over: Callable[[], bool]) -> None:
-    """Lets engines crash and slow down as a `FaultPlan` says, until `over()`. The faults of an engine that a change of
-    degree removed have no effect."""
+    """Lets engines crash and slow down as a `FaultPlan` says, until `over()`. If a change of degree removed an engine,
+    its faults have no effect."""
     clock = rollout.clock
 
     def meet(index: int, crashes: bool, spells: Iterator[tuple[float, float]], begins: bool) -> None:

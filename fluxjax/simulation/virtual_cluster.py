@@ -90,7 +90,7 @@ class Cluster:
             awaited = ", ".join(kind.__name__ for kind in self.coordinator.awaiting) or "responses or rewards"
             step, heard = self.coordinator.step + 1, self._heard
             raise StuckError(
-                f"step {step}: nothing has happened since {heard:.0f} s, and the coordinator awaits {awaited}"
+                f"step {step}: nothing has happened since time {heard:.0f} s, and the coordinator awaits {awaited}"
             )
         return self.coordinator.finished
 

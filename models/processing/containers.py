@@ -43,13 +43,13 @@ CODED = 2  # coded pixels for each shown pixel, at most: codecs pad sides to mul
 
 SAYING_LENGTH = {"matroska", "flv", "ivf"}  # formats that declare their length correctly
 TOLERANCE = 0.01  # share of the declared length that may be missing
-REORDERED = 16  # most frames that a decoder holds back (H.264, HEVC): a cut may damage any of the last 16 frames
+REORDERED = 16  # a decoder (H.264, HEVC) holds back up to 16 frames, so that a cut may damage any of the last 16
 TS_PACKET, TS_SYNC = 188, b"G"  # bytes of a transport stream's packet, and the byte that each packet begins with
 
 START = b"\0\0\1"  # start of a unit of a bytestream
 SEQUENCE, PICTURE = b"\0\0\1\xb3", b"\0\0\1\0"  # start codes of MPEG-1 and -2
 INTRA = 1  # MPEG's type of a picture that depends on no other
-# FFmpeg decodes direct prediction of x264 builds up to 33, and 4:4:4 of builds up to 151, in the way of these builds.
+# FFmpeg decodes direct prediction of x264 builds up to 33, and 4:4:4 of builds up to 151, as these builds encoded it.
 # FFmpeg reads the build from a note in the first frame, which a decoder that begins later doesn't see.
 X264 = re.compile(rb"x264 - core (\d+)")
 X264_DIRECT, X264_444 = 33, 151

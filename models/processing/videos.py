@@ -214,7 +214,7 @@ def upright(frame: av.VideoFrame, reformatter: VideoReformatter, threads: int) -
 
 def too_many_frames(name: str, limits: DecodeLimits) -> MediaError:
     most = limits.frames
-    return MediaError(name, f"too many frames: more than {most} are not decoded")
+    return MediaError(name, f"too many frames: more than {most}")
 
 
 def rated(count: int, stream: VideoStream) -> float | None:

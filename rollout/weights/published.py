@@ -1,5 +1,5 @@
-"""A version of the weights as servers of this host read it: a checkpoint folder in shared memory, with the checksums
-that servers must answer after an update.
+"""A version of the weights as servers of this host read it: a checkpoint folder in shared memory, and the checksums
+with which servers must answer after an update.
 
 `rollout.serve` has the checkpoint's tensors. SGLang joins some tensors (queries, keys, values; gate, up; the input
 projections of linear attention), pads the vocabulary, and divides tensors over its ranks. Each rank hashes its parts,
@@ -150,7 +150,7 @@ def sweep(where: pathlib.Path, prefix: str) -> None:
     """Removes the folders of killed runs, each as large as the model. A name begins with `prefix` and a process id."""
     for folder in where.glob(f"{prefix}*"):
         owner, _, rest = folder.name.removeprefix(prefix).partition("-")
-        if "-" in rest:  # the prefix ends with a host's name; this folder's host has a longer name
+        if "-" in rest:  # the prefix may end with a host's name; this folder is that of a host with a longer name
             continue
         if owner.isdecimal() and not pathlib.Path("/proc", owner).exists() and pathlib.Path("/proc").is_dir():
             shutil.rmtree(folder, ignore_errors=True)

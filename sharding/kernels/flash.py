@@ -68,7 +68,7 @@ def tiling_of(kernel: str, dtype: Any, head: int, capability: int) -> Tiling:
     """Returns the sizes of a kernel's tiles of queries and keys, which are the largest that ptxas fits into registers.
 
     Only the settings of bfloat16 heads of 128 on Hopper were timed on a GPU (`benchmarks/results/gpu_h100.json`). As an
-    exception, `key_gradients` then has larger tiles that spill some registers, and is a fifth faster.
+    exception, for these heads, `key_gradients` has larger tiles that spill some registers, and is a fifth faster.
 
     Tensor cores of Hopper and of data centres' Blackwell read from shared memory, which leaves more registers free.
     These GPUs have 227 KiB of shared memory, other GPUs at least 99 KiB.

@@ -17,7 +17,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 MASKED = tl.constexpr(-1e30)  # the score of a key that the query does not reach
-FLOOR = tl.constexpr(-1e20)  # the least running maximum, which gives a query that reaches no key weights of 0
+FLOOR = tl.constexpr(-1e20)  # the least running maximum: if a query reaches no key, all its weights are 0
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -108,8 +108,8 @@ def forward(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The grid is tiles of queries, query heads, rows. The last tiles, which have most work under a causal mask, start
-    first."""
+    """The grid is tiles of queries, query heads, rows. The last tiles start first: under a causal mask they have
+    the most work."""
     tile, head, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_head = head // (N // K)
     query = AHEAD + tile * QUERIES + tl.arange(0, QUERIES)
@@ -244,7 +244,7 @@ def key_gradients(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The grid is tiles of keys, KV heads, rows. The lists name tiles of queries. A program goes through all query
-    heads that read its KV head. Under a causal mask the first tiles have most work."""
+    heads that read its KV head. Under a causal mask the first tiles have the most work."""
     tile, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key = tile * KEYS + tl.arange(0, KEYS)
     places = _start(row, T, tile * KEYS, kv_head, K, H) + _offsets(KEYS, WIDTH, K, H)

@@ -83,8 +83,8 @@ class Base:
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Rounds(Base, abc.ABC):
     """The base of policies that train in rounds: subclasses define a round's beginning, its course, and its groups.
-    While a round waits for responses, `stream` and `speculative` may have gradients of complete groups computed. No
-    token that is more than `max_staleness` versions old is trained on."""
+    While a round waits for responses, `stream` and `speculative` may order gradients of complete groups. No token
+    that is more than `max_staleness` versions old is trained on."""
 
     stream: StreamTrainer | None = None
     speculative: SpeculativeSync | None = None

@@ -59,8 +59,8 @@ class TailBatching(Rounds):
         return self._round(coordinator)
 
     def _round(self, coordinator: Coordinator) -> Sequence[Instruction]:
-        """Returns the next instructions of the round. All prompts are drawn before any is launched, since the progress
-        of responses when a draw ends depends on timing."""
+        """Returns the next instructions of the round. All prompts are drawn before any is launched, since timing
+        decides how far responses are when a draw ends."""
         ledger, needed = coordinator.ledger, self._needed(coordinator)
         scored = self._count(coordinator, PromptStage.SCORED, PromptStage.TRAINING)
         complete = scored + self._count(coordinator, PromptStage.COMPLETE)
