@@ -153,8 +153,8 @@ def in_fleet(order: Order) -> Order:
     """Makes a method of a `FleetEngine` run in the fleet's thread. Any event loop may await the method."""
 
     @functools.wraps(order)
-    async def ordered(self: FleetEngine, *args: Any) -> None:
-        job = self.fleet.call(order, self, *args)
+    async def ordered(self: FleetEngine, *args: Any, **options: Any) -> None:
+        job = self.fleet.call(functools.partial(order, self, *args, **options))
         try:
             await asyncio.wrap_future(job)
         except asyncio.CancelledError:

@@ -30,7 +30,7 @@ FAILURES = {  # by reward: how the reasons in the summary begin, and the way tha
     "exits": ("SystemExit: 3", "raised"),
     "blocks": ("timed out after 0.5 s", "timed_out"),
     "refuses_to_end": ("timed out after 0.5 s", "timed_out"),
-    "AnswersTwice": ("answered ", "invalid"),
+    "AnswersTwice": ("returned ", "invalid"),
 }
 TRIED = {  # by policy: each reward once, each way under rounds and without
     "synchronous": ("hangs", "raises", "allocates", "answers_nan"),
