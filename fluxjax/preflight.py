@@ -5,8 +5,9 @@
     python -m fluxjax.preflight --config=configs/qwen2_5_7b.py --topology 1x8xh100 --config.rollout.slots=128
 
 Compiles the largest shape of each program (gradients of a microbatch, update, log-probs, prefill, decode) for GPUs
-that are only described: no weights, data or GPU are needed. Prints memory a device by kind, all collectives and those
-that nothing hides, host memory for loading, the longest row that fits, and settings that fit if the given ones do not.
+that are only described: no weights, data or GPU are needed. Prints each kind of a device's memory, all collectives, the
+collectives that no computation hides, host memory for loading, the longest row that fits, and settings that fit if the
+given ones do not.
 
   --topology HOSTSxDEVICESxKIND   the devices, such as 1x8xh100; kinds are those in fluxjax/sizing/targets
   --layers N                      compile N and 2N decoder layers only, and extrapolate: quicker for deep models

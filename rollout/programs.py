@@ -7,7 +7,7 @@ A round of decoding writes the keys and values of each new token into pages of t
 the pages in place (`sharding.kernels.paged`). The loop over tokens never copies the cache. States of layers are
 gathered, carried through the loop, and scattered after the loop.
 
-Every slot samples its tokens with its own parameters. Log-probs are those of `engine.SamplingParams`.
+Every slot samples its tokens with its own parameters. `engine.SamplingParams` defines their log-probs.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class EnginePrograms:
                 if cache is not None and context is not None:
                     before = cache.state(context.slot_B, number)
                 heads, runs = model.config.text.delta, inputs.runs
-                assert heads is not None and runs is not None, "the plan of a model with states has a table of runs"
+                assert heads is not None and runs is not None, "inputs of a model with states have `PackedRuns`"
                 return delta_rule(channels, heads, runs, before)
 
             x, rows = layer(x, rotary, Mix(attention=attend, delta=recur))

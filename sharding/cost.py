@@ -30,7 +30,7 @@ class CostError(ValueError):
 @dataclasses.dataclass(frozen=True)
 class ModelSizes:
     """The sizes that a model's cost depends on. `value_bytes` is the size of an activation on the wire, 2 in bfloat16.
-    Without `share_kv`, heads that a device group can't share evenly are neither filled up nor copied."""
+    `share_kv` says whether heads that a device group can't share evenly are filled up or copied."""
 
     name: str
     layers: int  # layers with attention

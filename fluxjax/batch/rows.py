@@ -24,7 +24,7 @@ from .share import Item, Outline, Piece, Row, TrainGroup, check, chunks_needed, 
 # Least `packing.tokens_per_row`, in tokens, for fitted row lengths. In shorter rows, fitted lengths save less time than
 # their compilation takes.
 LONG = 1024
-FEWER = 0.97  # a packing with fewer rows a microbatch must have less than this share of the best packing's cells
+FEWER = 0.97  # fewer rows in a microbatch are chosen only if they have below this share of the best packing's cells
 SHORTEST = 16  # no row is shorter than `packing.tokens_per_row` divided by this number
 GRID = 3  # number of sizes of a buffer: 1, 1/2 and 1/4 of the cap; the number of short rows may also be 3/4 of it
 
@@ -61,7 +61,7 @@ class RowPacking:
     def __init__(
         self, config: Config, num_shards: int, vision: VisionConfig | None, shapes: ShapeBook, chunk: int = 0
     ) -> None:
-        """`chunk` is the number of tokens of a chunk in the table of a batch's runs; 0: the batch has no table."""
+        """`chunk` is the number of tokens of a chunk in a `PackedRuns`; 0: batches have no `PackedRuns`."""
         self._budget = Budget.of(config, num_shards, vision)
         self._share, self._vision, self._shapes, self._chunk = config.packing.share_prompts, vision, shapes, chunk
         self._most_chunks = most_chunks(config) if chunk else 0

@@ -97,7 +97,7 @@ class Remat(enum.Enum):
     DOTS = "dots"  # the backward pass keeps a layer's input and products with weights, and computes the rest again
     LAYER = "layer"  # the backward pass keeps a layer's input
     OFFLOAD = "offload"  # the backward pass keeps a layer's input in the host's memory
-    AUTO = "auto"  # the first of these with which the run fits in the pre-flight; `none` without a pre-flight
+    AUTO = "auto"  # the first of these with which the pre-flight fits; without a pre-flight `none` (odc: `layer`)
 
 
 class Schedule(enum.Enum):
@@ -169,7 +169,7 @@ class RolloutConfig(Section):
     # The number of embedded engines. Each engine has its own devices if the host has enough. 0: an engine for every
     # parallelism.degree accelerators of the host; one engine on a CPU.
     engines: int = not_negative(0)
-    # Groups whose responses are equal in this field are replaced by groups of other prompts (DAPO).
+    # If all responses of a group have equal rewards, in this field of the reward, other prompts replace it (DAPO).
     dynamic_sampling: DynamicSampling = DynamicSampling.OFF
     max_num_gen_batches: int = not_negative(10)  # the most batches of prompts_per_step prompts for a step; 0: no bound
 

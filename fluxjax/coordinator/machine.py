@@ -142,10 +142,10 @@ class Coordinator:
     # --- events in, instructions out ------------------------------------------------------------
 
     def handle(self, event: messages.Event) -> list[messages.Instruction]:
-        """Enters one event and returns the instructions to carry out now, in this order. Late and repeated responses
-        and rewards change only counts. Raises `CoordinatorError` for an event that can't be true, and for a policy that
-        contradicts the books or waits although no work is under way; `RunGivenUp` if no further step can be completed.
-        Errors show the last lines of the log."""
+        """Enters one event and returns the instructions to carry out now, in this order. A late or repeated response or
+        reward changes no stage of a prompt. Raises `CoordinatorError` for an event that can't be true, and for a policy
+        that contradicts the books or waits although no work is under way; `RunGivenUp` if no further step can be
+        completed. Errors show the last lines of the log."""
         if self.finished:
             return []
         try:

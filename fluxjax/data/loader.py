@@ -1,8 +1,8 @@
 """Opens the sources of a run, and draws prompts from the sources.
 
 The order of draws is a Grain data set that shuffles sources anew each epoch, and mixes sources by weight. The order is
-a pure function of seed, source names, source sizes, weights and draw. A resumed run therefore needs only the number of
-the next draw.
+a pure function of seed, source names, source sizes, weights and draw. A resumed run with the same sources therefore
+needs only the number of the next draw.
 """
 
 import dataclasses

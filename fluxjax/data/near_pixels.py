@@ -19,7 +19,7 @@ from models.shadow import Rows
 from .tickets import ByteStore, normalised
 
 log = logging.getLogger("fluxjax.data")
-QUESTION_BYTES = 8 << 20  # a question gets no further rows after this many bytes of patches
+QUESTION_BYTES = 8 << 20  # a request to a store asks for no further rows after this many bytes of patches
 
 
 @dataclasses.dataclass(eq=False)

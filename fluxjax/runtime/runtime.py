@@ -397,8 +397,8 @@ class Runtime:
 
 
 def _join(order: messages.Request, chunks: Sequence[TokenChunk], begun: Response | None) -> Response:
-    """Joins the earlier part of a response and its new chunks. The response is packed here, while other responses are
-    generated."""
+    """Joins the earlier part of a response and its new chunks. `Response.packed` is called here, while other responses
+    are generated."""
     parts = chunks if begun is None else [begun, *chunks]
     last = chunks[-1]
     assert last.finish is not None
