@@ -16,8 +16,8 @@ from fluxjax.rewards.code import find_code, read_task
     [
         ("42", "is of type int"),
         ("no", "Expecting value"),
-        ("{}", "no tests, 0 inputs and 0 outputs"),
-        ('{"inputs": ["1"], "outputs": []}', "1 inputs and 0 outputs"),
+        ("{}", "it has 0 inputs, 0 outputs and no tests"),
+        ('{"inputs": ["1"], "outputs": []}', "1 inputs, 0 outputs"),
         ('{"inputs": [1], "outputs": ["1"]}', "must be texts"),
         ('{"entry_point": "f", "inputs": [1], "outputs": [1]}', "a list of its arguments"),
         ('{"tests": {"a": 1}}', "tests is of type dict"),
