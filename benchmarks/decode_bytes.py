@@ -16,7 +16,6 @@ import json
 import math
 import pathlib
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -24,8 +23,10 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+from gpu_compiler import find_compiler
+
 from fluxjax.base.errors import ConfigError
-from fluxjax.sizing.topology import ROOT, Topology, find_plugin
+from fluxjax.sizing.topology import Topology
 
 SHAPE = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
          "num_key_value_heads": 4}  # fmt: skip
@@ -208,12 +209,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--layers", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--portable", action="store_true", help="attention as on GPUs that our kernels do not know")
     options = parser.parse_args(argv)
-    try:
-        find_plugin()
-    except ConfigError:
-        install = ["bash", ROOT / "scripts" / "install_aot.sh", sys.executable, "cuda12"]
-        folder = subprocess.run(install, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
-        find_plugin(folder)
+    find_compiler()
     try:
         print(json.dumps(measure(options.layers, options.portable)))
     except ConfigError as error:

@@ -19,7 +19,6 @@ import json
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -29,10 +28,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 sys.path.append(str(pathlib.Path(__file__).resolve().parent / "gpu"))
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "sharding"))
 
+from gpu_compiler import find_compiler
 from machine_code import summary
 
-from fluxjax.base.errors import ConfigError
-from fluxjax.sizing.topology import ROOT, Topology, find_plugin
+from fluxjax.sizing.topology import Topology
 
 TOKENS, HEADS, KV_HEADS = 16384, 28, 4
 VOCABULARY, WIDTH = 152064, 3584
@@ -185,12 +184,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--only", default="", metavar="WORD", help="kernels whose name contains WORD")
     parser.add_argument("--table", action="store_true", help="a table in Markdown in place of JSON")
     options = parser.parse_args(argv)
-    try:
-        find_plugin()
-    except ConfigError:
-        install = ["bash", ROOT / "scripts" / "install_aot.sh", sys.executable, "cuda12"]
-        folder = subprocess.run(install, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
-        find_plugin(folder)
+    find_compiler()
     kernels = triton_code(options.only) | mosaic_code(options.only)
     if not kernels:
         print(f"error: no kernel's name contains {options.only!r}", file=sys.stderr)
