@@ -230,23 +230,30 @@ def _forward(
             here = slot(visit)
             keys = pl.ds(tiles_ref[row, tile, visit] * k_smem.shape[1], k_smem.shape[1])
 
-            @pl.when(visit >= stages)
-            def _() -> None:
-                plgpu.barrier_wait(k_consumed.at[here])
-
+            await_slot(k_consumed, visit, here, stages)
             plgpu.copy_gmem_to_smem(k_ref.at[row, keys, kv_head], k_smem.at[here], k_there.at[here])
             plgpu.copy_gmem_to_smem(first_ref.at[row, keys], first_smem.at[here], k_there.at[here])
             plgpu.copy_gmem_to_smem(last_ref.at[row, keys], last_smem.at[here], k_there.at[here])
 
-            @pl.when(visit >= stages)
-            def _() -> None:
-                plgpu.barrier_wait(v_consumed.at[here])
-
+            await_slot(v_consumed, visit, here, stages)
             plgpu.copy_gmem_to_smem(v_ref.at[row, keys, kv_head], v_smem.at[here], v_there.at[here])
 
-        for here in range(stages):  # every arrival is waited for
+        drain(k_consumed, visited, stages)
+        drain(v_consumed, visited, stages)
 
-            @pl.when(here < visited)
-            def _(here: int = here) -> None:
-                plgpu.barrier_wait(k_consumed.at[here])
-                plgpu.barrier_wait(v_consumed.at[here])
+
+def await_slot(consumed: Any, turn: Any, slot: Any, stages: int) -> None:
+    """Waits until a slot of the ring may be written again."""
+
+    @pl.when(turn >= stages)
+    def _() -> None:
+        plgpu.barrier_wait(consumed.at[slot])
+
+
+def drain(consumed: Any, visited: Any, stages: int) -> None:
+    """Waits for the last reading of every slot of the ring."""
+    for slot in range(stages):
+
+        @pl.when(slot < visited)
+        def _(slot: int = slot) -> None:
+            plgpu.barrier_wait(consumed.at[slot])

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from mosaic_attention import COMPUTE, COPY, HALF, MASKED, STAGES, SWIZZLED, TILE, forward, intervals
+from mosaic_attention import COMPUTE, COPY, HALF, MASKED, STAGES, SWIZZLED, TILE, await_slot, drain, forward, intervals
 
 from sharding.kernels import flash
 
@@ -83,23 +83,6 @@ def _call(kernel: str, arrays: tuple[jax.Array, ...], visits: flash.Visits, like
         kernel_name=f"mosaic_{kernel}",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*arrays, tiles, counts)
-
-
-def _await(consumed: Any, turn: Any, slot: Any, stages: int) -> None:
-    """Waits until a slot of the ring may be written again."""
-
-    @pl.when(turn >= stages)
-    def _() -> None:
-        plgpu.barrier_wait(consumed.at[slot])
-
-
-def _drain(consumed: Any, visited: Any, stages: int) -> None:
-    """Waits for the last reading of every slot of the ring."""
-    for slot in range(stages):
-
-        @pl.when(slot < visited)
-        def _(slot: int = slot) -> None:
-            plgpu.barrier_wait(consumed.at[slot])
 
 
 def _query_gradients(
@@ -191,13 +174,13 @@ def _query_gradients(
         def _visit(visit: Any) -> None:
             here = slot(visit)
             keys = pl.ds(tiles_ref[row, tile, visit] * HALF, HALF)
-            _await(consumed, visit, here, stages)
+            await_slot(consumed, visit, here, stages)
             plgpu.copy_gmem_to_smem(k_ref.at[row, keys, kv_head], ring[0].at[here], arrived.at[here])
             plgpu.copy_gmem_to_smem(v_ref.at[row, keys, kv_head], ring[1].at[here], arrived.at[here])
             plgpu.copy_gmem_to_smem(first_ref.at[row, keys], ring_numbers[0].at[here], arrived.at[here])
             plgpu.copy_gmem_to_smem(last_ref.at[row, keys], ring_numbers[1].at[here], arrived.at[here])
 
-        _drain(consumed, visited, stages)
+        drain(consumed, visited, stages)
 
 
 def _key_gradients(
@@ -282,10 +265,10 @@ def _key_gradients(
         def _turn(turn: Any) -> None:
             here, head = slot(turn), kv_head * readers + lax.div(turn, visited)
             queries = pl.ds(tiles_ref[row, tile, lax.rem(turn, visited)] * HALF, HALF)
-            _await(consumed, turn, here, stages)
+            await_slot(consumed, turn, here, stages)
             plgpu.copy_gmem_to_smem(q_ref.at[row, queries, head], ring[0].at[here], arrived.at[here])
             plgpu.copy_gmem_to_smem(dout_ref.at[row, queries, head], ring[1].at[here], arrived.at[here])
             plgpu.copy_gmem_to_smem(lse_ref.at[row, head, queries], ring_numbers[0].at[here], arrived.at[here])
             plgpu.copy_gmem_to_smem(slope_ref.at[row, head, queries], ring_numbers[1].at[here], arrived.at[here])
 
-        _drain(consumed, readers * visited, stages)
+        drain(consumed, readers * visited, stages)
