@@ -58,8 +58,7 @@ def _open(config: Config, name: str, path: str, *manifests: str, held_out: bool 
     if not path:
         from ..tasks.embedded import ensure
 
-        # With this `cell` (pixels), a digit is one merged feature of the tiny model, and a frame of a clip 2 x 2 merged
-        # features.
+        # A digit has `cell` pixels a side, one merged feature of the tiny model. A frame of a clip has 2 x 2 of them.
         cell = 0 if config.model.path else 2 * int(str(config.model.tiny["patch_size"]))
         folder = ensure(name, cell=cell)
         found = (folder / manifest for manifest in manifests if (folder / manifest).exists())

@@ -1,7 +1,6 @@
 """Qwen3.5: a decoder with layers of Gated DeltaNet and layers of gated attention.
 
-`Qwen35Text` is the decoder alone. `Qwen35` also has the tower of Qwen3-VL, of which the decoder reads only the last
-layer.
+`Qwen35Text` is the decoder alone. `Qwen35` also has the tower of Qwen3-VL, and reads only the last layer of the tower.
 """
 
 from flax import nnx

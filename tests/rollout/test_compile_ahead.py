@@ -102,7 +102,7 @@ def test_a_compilation_that_fails_ahead_changes_nothing(monkeypatch: pytest.Monk
 
 
 def test_nothing_is_compiled_for_a_cache_whose_size_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights may take the memory of which the cache would get a share; a configured size is known."""
+    """The size is a share of the memory that weights leave free, unless it is configured."""
     monkeypatch.setattr(DeviceState, "room", lambda self, share, unknown: int(share * 64 * 64 * 3))
     monkeypatch.setattr(EngineArrays, "decode", lambda self, batch: 1 / 0)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
