@@ -57,11 +57,14 @@ PARTS = {
         "1 x 16384: forward 300-350 TFLOP/s (5.5-6.4 ms), backward 190-240 (20-25 ms), cuDNN forward 620-650; "
         "16 x 1024: forward 220-270; branches within 15 % of that by allowed pairs",
     ),
+    "attention_values": Part(
+        100, 50, "errors of both kernels 2e-3 to 6e-3, equal bits; two calls: XLA below 1e-5, cuDNN above 0.012"
+    ),
     "attention_candidates": Part(
         240,
         120,
         "1 x 16k, TFLOP/s: ours 440-470 forward, 350-380 backward; Mosaic 540-620, 380-460; cuDNN 600, 520; branches: "
-        "Mosaic takes 0.75-0.85 of ours forward, 0.8-1.0 backward; errors of two calls by cuDNN above 0.012",
+        "Mosaic takes 0.75-0.85 of ours forward, 0.8-1.0 backward",
     ),
     "head": Part(
         80, 20, "fused: forward 40 ms (450 TFLOP/s), backward 105 (340); portable: forward 55-70, backward 150+"
@@ -110,6 +113,11 @@ PARTS = {
         60,
         "errors <= 2e-6; 4096 tokens, forward and backward: 12-20 ms, a scan over tokens 20-40 times as long; 1024 and "
         "16384 tokens in proportion; blocks of 32 chunks 20-40 % faster; a shared prompt saves 0.60-0.65",
+    ),
+    "train_mosaic": Part(
+        150,
+        75,
+        "12-25 ms less a step than `train`, of which attention takes 64 ms; the same loss and norm within 1e-3",
     ),
     "train_tuned": Part(240, 150, "with all algorithms tried, 3-8 % less a step than `train`", "train", ()),
 }

@@ -8,8 +8,10 @@ it computes 64 keys against tiles of 64 queries, for all query heads that read i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,7 +19,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from mosaic_attention import COMPUTE, COPY, HALF, MASKED, STAGES, SWIZZLED, TILE, await_slot, drain, forward, intervals
+from mosaic_attention import (
+    COMPUTE,
+    COPY,
+    HALF,
+    MASKED,
+    STAGES,
+    SWIZZLED,
+    TILE,
+    await_slot,
+    drain,
+    forward,
+    intervals,
+    visits_of,
+)
 
 from sharding.kernels import flash
 
@@ -50,6 +65,24 @@ def _backward(kept: tuple[Any, ...], dout: jax.Array) -> tuple[Any, ...]:
 
 attend = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])  # (q, k, v, visits) -> out
 attend.defvjp(_forward, _backward)
+
+
+@contextlib.contextmanager
+def in_place_of_flash() -> Iterator[None]:
+    """Programs that are traced meanwhile attend by these kernels where they would by `flash`'s, in causal rows with a
+    query for every key and heads of 64 or 128."""
+
+    def visits(segments: Any, branches: Any, causal: bool, queries: Any, ahead: int = 0) -> flash.Visits:
+        if ahead:
+            raise ValueError(f"keys of {ahead} tokens without a query: the candidate has none")
+        return visits_of(segments, branches, causal, queries.shape[-1])
+
+    before = flash.visits_of, flash.flash_attention
+    flash.visits_of, flash.flash_attention = visits, attend
+    try:
+        yield
+    finally:
+        flash.visits_of, flash.flash_attention = before
 
 
 def _call(kernel: str, arrays: tuple[jax.Array, ...], visits: flash.Visits, like: tuple[jax.Array, ...]) -> Any:
