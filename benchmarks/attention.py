@@ -170,7 +170,7 @@ def ours(case: Case, dtype: str) -> tuple[dict[str, Callable[[int], object]], st
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, branches: jax.Array | None) -> jax.Array:
         return attention(q, k, v, Mask(segments, branches, case.causal))
 
-    kernel = "triton" if flash.chosen(*arrays) else "portable"
+    kernel = "portable" if not flash.chosen(*arrays) else "mosaic" if flash.for_hopper(arrays[0]) else "triton"
     return jax_runs(attend, arrays, mask.segments, mask.branches), kernel
 
 

@@ -114,11 +114,6 @@ PARTS = {
         "errors <= 2e-6; 4096 tokens, forward and backward: 12-20 ms, a scan over tokens 20-40 times as long; 1024 and "
         "16384 tokens in proportion; blocks of 32 chunks 20-40 % faster; a shared prompt saves 0.60-0.65",
     ),
-    "train_mosaic": Part(
-        150,
-        75,
-        "12-25 ms less a step than `train`, of which attention takes 64 ms; the same loss and norm within 1e-3",
-    ),
     "train_tuned": Part(240, 150, "with all algorithms tried, 3-8 % less a step than `train`", "train", ()),
 }
 

@@ -4,8 +4,8 @@
     python benchmarks/sass.py --only paged --table  kernels whose name contains a word, as a table for people
 
 No GPU is needed: the compiler is found as `scripts/test.sh aot` does, or installed by `scripts/install_aot.sh`. Prints
-one JSON line. Kernels of `sharding/kernels` are Triton's, assembled by the ptxas that Triton brings; names that begin
-with `mosaic` are the candidates of `benchmarks/gpu/mosaic_attention.py`, as XLA compiles them. `programs` are those
+one JSON line. Names that begin with `mosaic` are `hopper` and `hopper_gradients` of `sharding/kernels`, as XLA compiles
+them; other kernels are Triton's, assembled by the ptxas that Triton brings. `programs` are those
 that a processor (SM) holds at once by registers, threads and shared memory. `in_loops`, `together`, `overlapping` and
 `hidden`: see `benchmarks/gpu/machine_code.py`. Nothing is timed.
 
@@ -15,6 +15,7 @@ Gated DeltaNet (`delta.py`) and the gated MLP (`gated.py`) have no kernels of ou
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import pathlib
@@ -46,7 +47,7 @@ def triton_programs(only: str) -> dict[str, Program]:
     """Programs that launch our Triton kernels, by kind and head size, with descriptions of their arrays."""
     import jax
     import jax.numpy as jnp
-    from wide_heads import wide_heads
+    from triton_attention import wide_heads, without_hopper
 
     from sharding.kernels.attention import Mask, attention
     from sharding.kernels.paged import paged_attention
@@ -56,7 +57,7 @@ def triton_programs(only: str) -> dict[str, Program]:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def attend(q: Any, k: Any, v: Any, dout: Any, segments: Any, branches: Any) -> Any:
-        with wide_heads():
+        with wide_heads(), without_hopper():
             return passes(q, k, v, dout, segments, branches)
 
     def passes(q: Any, k: Any, v: Any, dout: Any, segments: Any, branches: Any) -> Any:
@@ -85,22 +86,23 @@ def triton_programs(only: str) -> dict[str, Program]:
 
 
 def mosaic_programs(only: str) -> dict[str, Program]:
-    """Programs that call the candidates, by head size, with descriptions of their arrays."""
+    """Programs that call Mosaic's kernels, by head size, with descriptions of their arrays."""
     import jax
     import jax.numpy as jnp
-    from mosaic_attention import forward, visits_of
-    from mosaic_gradients import attend
+
+    from sharding.kernels import flash
+
+    importlib.import_module("sharding.kernels.hopper")  # Mosaic sets MOSAIC_GPU_CUDA_ROOT when it is imported
+    flash.for_hopper = lambda queries: True  # with CUDA 12, too: nothing is executed
 
     def passes(q: Any, k: Any, v: Any, dout: Any, segments: Any, branches: Any) -> Any:
-        visits = visits_of(segments, branches, True, q.shape[-1])
-        if q.shape[-1] > 128:
-            return forward(q, k, v, visits)
-        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, visits), q, k, v)
+        visits = flash.visits_of(segments, branches, True, q)
+        out, pull = jax.vjp(lambda q, k, v: flash.flash_attention(q, k, v, visits), q, k, v)
         return out, *pull(dout)
 
     numbers = jax.ShapeDtypeStruct((1, TOKENS), jnp.int32)
     found: dict[str, Program] = {}
-    for H in (64, 128, 256):
+    for H in (64, 128):
         q, k = (jax.ShapeDtypeStruct((1, TOKENS, heads, H), jnp.bfloat16) for heads in (HEADS, KV_HEADS))
         found[f"mosaic {H}"] = passes, (q, k, k, q, numbers, numbers)
     return {name: program for name, program in found.items() if only in name}
@@ -119,7 +121,7 @@ def triton_code(only: str) -> dict[str, dict[str, Any]]:
 
 
 def mosaic_code(only: str) -> dict[str, dict[str, Any]]:
-    """The figures of the candidates, from what Mosaic writes into a folder while XLA compiles for an H100."""
+    """The figures of Mosaic's kernels, from what Mosaic writes into a folder while XLA compiles for an H100."""
     programs = mosaic_programs(only)  # imports Mosaic, which sets the variable of the environment below
     if not programs:
         return {}
@@ -135,8 +137,8 @@ def mosaic_code(only: str) -> dict[str, dict[str, Any]]:
             os.environ["MOSAIC_GPU_DUMP_SASS"] = "1"
             placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in arrays]
             jax.jit(function).lower(*placed).compile()
-            for log in sorted(pathlib.Path(folder).glob("mosaic_*.ptxas")):
-                kernel = re.sub(r"mosaic_(\w+)_\d+", r"\1", log.stem)
+            for log in sorted(pathlib.Path(folder).glob("*.ptxas")):
+                kernel = re.sub(r"hopper_(\w+)_\d+", r"\1", log.stem)
                 found[f"{name}: {kernel}"] = _mosaic_figures(log)
     return found
 

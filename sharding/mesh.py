@@ -19,7 +19,7 @@ import importlib.metadata
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -207,6 +207,11 @@ def launch(
             PRECISION=tiling.precision,
             **constants,
         )
+    return varied(results, arguments)
+
+
+def varied(results: Iterable[Array], arguments: Iterable[Array | int]) -> list[Array]:
+    """The results of a kernel, which vary over every mesh axis over which one of its arguments varies."""
     zero = varying_zero(*(x for x in arguments if isinstance(x, jax.Array)))
     return [x + zero.astype(x.dtype) for x in results]
 

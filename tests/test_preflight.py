@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -33,9 +34,9 @@ from fluxjax.learner.learner import Learner
 from fluxjax.sizing.account import GIB, Account, RowGrowth, remedies
 from fluxjax.sizing.largest import largest_batch, longest_prompt
 from fluxjax.sizing.model_sizes import model_sizes
-from fluxjax.sizing.run_programs import ATTENTION_CALL, UNTILED, Compiled, RunShapes, bytes_on_device, cache_bytes
+from fluxjax.sizing.run_programs import ATTENTION_CALLS, UNTILED, Compiled, RunShapes, bytes_on_device, cache_bytes
 from fluxjax.sizing.schedule import CollectiveTraffic, traffic
-from fluxjax.sizing.topology import Topology, find_plugin, kinds
+from fluxjax.sizing.topology import Topology, find_plugin, kinds, plugin_packages
 from rollout.device import DeviceState
 from rollout.engine_weights import EngineLayout
 from rollout.lowered import EngineArrays
@@ -397,10 +398,11 @@ def test_help_and_errors_are_quick_lines():
 @pytest.mark.parametrize("target", ["triton_kernel_call", "triton_kernel_call_ffi"])  # jax-triton 0.3, 0.4
 def test_the_kernels_of_the_head_are_not_taken_for_those_of_attention(target):
     line = f'f32[8] custom-call(%y), custom_call_target="{target}", metadata={{{{op_name="jit(f)/{{}}/triton"}}}}'
-    assert ATTENTION_CALL.search(line.format("flash_kernels_forward"))
-    assert ATTENTION_CALL.search(line.format("transpose(jvp(flash_kernels_forward))"))
-    assert ATTENTION_CALL.search(line.format("paged_kernels_attend"))
-    assert not ATTENTION_CALL.search(line.format("head_kernels_softmax_sums"))
+    call = ATTENTION_CALLS["triton"]
+    assert call.search(line.format("flash_kernels_forward"))
+    assert call.search(line.format("transpose(jvp(flash_kernels_forward))"))
+    assert call.search(line.format("paged_kernels_attend"))
+    assert not call.search(line.format("head_kernels_softmax_sums"))
 
 
 # --- the whole command --------------------------------------------------------------------------
@@ -439,7 +441,9 @@ def test_a_run_is_checked_and_one_that_does_not_fit_is_told_how(tmp_path):
     fitting = dict(zip(found["settings"], found["settings_gib"], strict=True))
     (remat,) = (setting for setting in fitting if setting.startswith("--config.sharding.remat="))
     assert fitting[remat] <= found["usable_gib"] and found["remat"] == "none"
-    assert found["attention"] == dict.fromkeys(ATTENDING, "triton")  # each engine has one device
+    cuda_12 = plugin_packages([environment["PYTHONPATH"].split(os.pathsep)[0]])[0] == "jax-cuda12-plugin"
+    kernel = "triton" if cuda_12 else "mosaic"
+    assert found["attention"] == dict.fromkeys(ATTENDING[:-1], kernel) | {"decode": "triton"}
     assert 0 < found["largest_row_tokens"] < 131072
     # 4 bytes a weight over eight devices, twice as much for the moments; two bytes a weight on each engine's device
     resident = found["memory_gib"]["decode"]

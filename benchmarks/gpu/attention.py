@@ -91,6 +91,7 @@ def _cudnn(case: packed.Case, dtype: str, repeats: int) -> dict[str, float]:
 def _settings(kernel: str, case: packed.Case) -> dict[str, object]:
     """The milliseconds of a kernel under each of its settings, or why it cannot run under them."""
     import jax
+    from triton_attention import without_hopper
 
     from sharding.kernels import flash
     from sharding.mesh import Tiling
@@ -101,7 +102,8 @@ def _settings(kernel: str, case: packed.Case) -> dict[str, object]:
     def visits(segments: jax.Array) -> Any:
         return flash.visits_of(segments, None, True, q)
 
-    out, kept = jax.jit(lambda q, k, v: flash.forward(q, k, v, visits(segments)))(q, k, v)
+    with without_hopper():
+        out, kept = jax.jit(lambda q, k, v: flash.forward(q, k, v, visits(segments)))(q, k, v)
 
     arrays = (q, k, v, segments) if kernel == "forward" else (q, k, v, out, kept[4], segments, dout)
 
@@ -122,7 +124,7 @@ def _settings(kernel: str, case: packed.Case) -> dict[str, object]:
             flash.tiling_of = chosen_for
         return pool.submit(lambda: traced.lower().compile())
 
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with without_hopper(), concurrent.futures.ThreadPoolExecutor(8) as pool:
         programs = {"chosen": compiled(None)}
         for setting in SETTINGS[kernel]:
             programs[" ".join(map(str, setting))] = compiled(Tiling(setting[:2], *setting[2:]))

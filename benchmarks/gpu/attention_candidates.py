@@ -1,7 +1,7 @@
-"""Chooses a kernel of attention for Hopper: ours in Triton beside ours in Pallas-Mosaic-GPU, cuDNN and PyTorch.
+"""Compares attention on Hopper: ours in Pallas-Mosaic-GPU beside ours in Triton, cuDNN and PyTorch.
 
-`values` are those of `attention_values`, a process of its own: a candidate that waits for itself holds the GPU until it
-is killed. A candidate whose values are wrong is not timed.
+`values` are those of `attention_values`, a process of its own: a kernel that waits for itself holds the GPU until it is
+killed. Nothing is timed if ours are wrong.
 
 The cases are one sequence of 1k to 32k tokens, many short sequences, and prompts with branches, with Qwen2.5-7B's
 heads. All forms of a case alternate in one run. cuDNN and PyTorch compute the sequences as a batch under a causal mask,
@@ -24,7 +24,7 @@ import part
 import attention as packed  # isort: skip  # benchmarks/attention.py, which `part` puts in front of this file
 
 VALUES_LIMIT = 100.0  # seconds
-CANDIDATES = ("mosaic", "wide", "cudnn", "torch")
+CANDIDATES = ("triton", "wide", "cudnn", "torch")
 
 
 def cases(dry: bool) -> dict[str, packed.Case]:
@@ -39,33 +39,37 @@ def cases(dry: bool) -> dict[str, packed.Case]:
 
 
 def measure(figures: part.Figures, dry: bool) -> None:
-    mosaic = _values(figures, dry)
+    if not _values(figures, dry):
+        return
+    figures.attempt("heads of 256", functools.partial(_wide, dry))
     for name, case in cases(dry).items():
-        figures.attempt(name, functools.partial(_times, case, forms(case, dry, mosaic), dry))
-    figures.attempt("heads of 256", functools.partial(_wide, dry, mosaic))
+        figures.attempt(name, functools.partial(_times, case, forms(case, dry), dry))
 
 
 def _values(figures: part.Figures, dry: bool) -> bool:
-    """Adds the figures of `attention_values`. Returns whether the values of Mosaic's heads of 128 are right."""
+    """Adds the figures of `attention_values`. Returns whether our values are right."""
     from gpu import runner
 
     with tempfile.TemporaryDirectory(prefix="values-") as logs:
         ended = runner.run("attention_values", VALUES_LIMIT, dict(os.environ), pathlib.Path(logs), dry=dry)
     figures.add(values=ended.figures, **({"values_error": ended.error} if ended.error else {}))
     figures.failed |= bool(ended.error)
-    return (ended.figures or {}).get("mosaic", {}).get("heads of 128", {}).get("right", False)
+    return dry or (ended.figures or {}).get("ours", {}).get("heads of 128", {}).get("right", False)
 
 
-def forms(case: packed.Case, dry: bool, mosaic: bool) -> dict[str, Callable[[int], object]]:
+def forms(case: packed.Case, dry: bool) -> dict[str, Callable[[int], object]]:
     """Functions that run the passes of each form: see `attention.rates`."""
     import jax
+    from triton_attention import without_hopper
 
     dtype = "float32" if dry else "bfloat16"
     runs = dict(packed.ours(case, dtype)[0])
-    arrays, mask = packed.row(case, dtype)
-    if mosaic:
-        theirs = packed.jax_runs(values.mosaic, arrays, mask.segments, mask.branches)
-        runs |= {f"mosaic_{name}": run for name, run in theirs.items()}
+    arrays, _ = packed.row(case, dtype)
+    with without_hopper():
+        theirs = packed.ours(case, dtype)[0]
+        for run in theirs.values():
+            run(1)  # compiles
+    runs |= {f"triton_{name}": run for name, run in theirs.items()}
     if case.branches:
         return runs
     batch = [x.reshape(case.sequences, case.length, *x.shape[2:]) for x in arrays]
@@ -94,12 +98,12 @@ def _times(case: packed.Case, forms: dict[str, Callable[[int], object]], dry: bo
     return {"case": case.name, **figures, **ratios, **failed}
 
 
-def _wide(dry: bool, mosaic: bool) -> dict[str, object]:
-    """Heads of 256, as Qwen3.5-9B has them: ours (portable), by the Triton kernels, by Pallas-Mosaic-GPU (forward only)
-    and by cuDNN. The values of the first two are compared before."""
+def _wide(dry: bool) -> dict[str, object]:
+    """Heads of 256, as Qwen3.5-9B has them: ours (portable), by the Triton kernels and by cuDNN. Values of ours and of
+    the Triton kernels are compared before."""
     import jax
     import jax.numpy as jnp
-    from wide_heads import wide_heads
+    from triton_attention import wide_heads
 
     from sharding.kernels.attention import packed_attention
 
@@ -123,8 +127,6 @@ def _wide(dry: bool, mosaic: bool) -> dict[str, object]:
     if not all(error <= 2 * values.MOST for error in errors):  # both round
         raise part.CheckError(f"heads of 256: errors above {2 * values.MOST}", {"errors": errors})
     runs |= {f"wide_{name}": run for name, run in theirs.items()}
-    if mosaic:
-        runs["mosaic_forward"] = packed.jax_runs(values.mosaic, arrays, mask.segments, None)["forward"]
     cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla" if dry else "cudnn")
     runs |= {f"cudnn_{name}": run for name, run in packed.jax_runs(cudnn, arrays).items()}
     return {"errors": errors, **_times(case, runs, dry)}

@@ -1,13 +1,14 @@
-"""The values of attention's candidates for Hopper, before `attention_candidates` times them.
+"""The values of attention's kernels on Hopper, before `attention_candidates` times them.
 
-`ours` and `mosaic`: the errors of output and gradients in rows of 2,000 tokens with prompts, branches and padding, over
-the largest value of the portable form in float32; two runs must have the same bits. `two calls`: outputs of
-`merged_attention`, by XLA in float32 and by cuDNN in bfloat16, whose log-sum-exp JAX rounds; no bound holds for
-cuDNN's error.
+`ours`, which is Mosaic's there, and `triton`: the errors of output and gradients in rows of 2,000 tokens with prompts,
+branches and padding, over the largest value of the portable form in float32; two runs must have the same bits. `two
+calls`: outputs of `merged_attention`, by XLA in float32 and by cuDNN in bfloat16, whose log-sum-exp JAX rounds; no
+bound holds for cuDNN's error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from typing import Any
@@ -20,16 +21,9 @@ TOKENS = 2000  # no multiple of a tile
 
 
 def measure(figures: part.Figures, dry: bool) -> None:
-    for name in [] if dry else ["ours", "mosaic"]:
+    for name in [] if dry else ["ours", "triton"]:
         figures.attempt(name, functools.partial(_checked, name))
     figures.attempt("two calls", functools.partial(_two_calls, dry))
-
-
-def mosaic(q: Any, k: Any, v: Any, segments: Any, branches: Any) -> Any:
-    import mosaic_attention
-    import mosaic_gradients
-
-    return mosaic_gradients.attend(q, k, v, mosaic_attention.visits_of(segments, branches, True, q.shape[-1]))
 
 
 def _checked(name: str) -> dict[str, dict[str, Any]]:
@@ -44,16 +38,16 @@ def _values(name: str, size: int) -> dict[str, Any]:
     import flash_program
     import jax
     import jax.numpy as jnp
+    from triton_attention import without_hopper
 
     from sharding.kernels.attention import Mask, attention
 
     *qkvd, segments, branches, _ = flash_program.case("bfloat16", 28, 4, size, True, [ROW, ROW[::-1]], TOKENS)
 
     def attend(form: str, q: Any, k: Any, v: Any) -> Any:
-        if form == "mosaic":
-            return mosaic(q, k, v, segments, branches)
         mask = Mask(segments, branches)
-        return attention(q, k, v, mask.dense() if form == "portable" else mask)
+        with without_hopper() if form == "triton" else contextlib.nullcontext():
+            return attention(q, k, v, mask.dense() if form == "portable" else mask)
 
     @functools.partial(jax.jit, static_argnums=0)
     def passes(form: str, q: Any, k: Any, v: Any, dout: Any) -> Any:

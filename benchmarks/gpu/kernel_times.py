@@ -14,7 +14,7 @@ GAP_US = 20.0  # any two kernels have shorter gaps between them
 LARGEST = 25
 KINDS = {  # by parts of a kernel's name, in small letters; the first that fits counts
     "copies": ("memcpy", "memset"),
-    "attention": ("flash_kernels", "paged_kernels", "key_gradients", "query_gradients", "fmha", "flash"),
+    "attention": ("hopper_", "flash_kernels", "paged_kernels", "key_gradients", "query_gradients", "fmha", "flash"),
     "head": ("head_kernels", "softmax_sums", "logit_gradients"),
     "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "dot_", "splitk", "gemv"),
     "element-wise": ("fusion", "loop", "input_", "reduce", "transpose", "copy", "concatenate", "scatter", "gather",

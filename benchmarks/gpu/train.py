@@ -23,7 +23,6 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import part
@@ -32,10 +31,9 @@ if TYPE_CHECKING:
     from fluxjax.learner.learner import Learner
 
 SEGMENTS, STEPS = 8, 5
-AGAIN, PRODUCTS, ALL = CASES = "layers computed again", "products kept", "all kept"
 
 
-def measure(figures: part.Figures, dry: bool, names: Sequence[str] = CASES) -> None:
+def measure(figures: part.Figures, dry: bool) -> None:
     if dry:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
@@ -48,9 +46,9 @@ def measure(figures: part.Figures, dry: bool, names: Sequence[str] = CASES) -> N
     use_compile_cache()
     tokens = 256 if dry else 16384
     cases = {
-        AGAIN: (tokens, Remat.LAYER),
-        PRODUCTS: (tokens, Remat.DOTS),
-        ALL: (tokens // 2, Remat.NONE),
+        "layers computed again": (tokens, Remat.LAYER),
+        "products kept": (tokens, Remat.DOTS),
+        "all kept": (tokens // 2, Remat.NONE),
     }
     model = random_qwen.sizes(dry)
     began = time.perf_counter()
@@ -60,8 +58,8 @@ def measure(figures: part.Figures, dry: bool, names: Sequence[str] = CASES) -> N
         weights=parameter_count(random_qwen.models.abstract(model)),
         draw_seconds=round(time.perf_counter() - began, 1),
     )
-    for name in names:
-        figures.attempt(name, functools.partial(_case, learner, *cases[name]))
+    for name, (row, remat) in cases.items():
+        figures.attempt(name, functools.partial(_case, learner, row, remat))
 
 
 def _case(learner: Learner, tokens: int, remat: Any) -> dict[str, Any]:
@@ -141,8 +139,8 @@ def _predicted(learner: Learner, program: Any, batch: Any) -> dict[str, float]:
 
 
 def _kernels(program: Any) -> set[str]:
-    """The kernels of this project that a program calls; none on a CPU."""
-    return set(re.findall(r"(?:flash|head)_kernels_\w+|mosaic_gpu\w*", program.as_text() or ""))
+    """The Triton kernels of this project that a program calls; none on a CPU."""
+    return set(re.findall(r"(?:flash|head)_kernels_\w+", program.as_text() or ""))
 
 
 def _flops(learner: Learner, tokens: int) -> float:

@@ -77,9 +77,9 @@ class Verdict:
 
     @property
     def attention(self) -> dict[str, str]:
-        """The kernels of attention in each compiled program: `triton`, or `portable` if no kernel is Triton's."""
+        """The kernels of attention in each compiled program: `mosaic`, `triton` or both; without any, `portable`."""
         attending = {name: program for name, program in self.programs.items() if name != "update"}
-        return {name: "triton" if program.triton else "portable" for name, program in attending.items()}
+        return {name: " and ".join(sorted(program.kernels)) or "portable" for name, program in attending.items()}
 
     @property
     def offloaded(self) -> float:

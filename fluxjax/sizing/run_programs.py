@@ -34,8 +34,11 @@ from .account import ENGINE, in_gib
 from .largest import largest_batch, longest_prompt
 from .schedule import CollectiveTraffic, traffic
 
-# A call of a kernel of attention, over packed rows or pages, as jax-triton (0.4: with `_ffi`) and `launch` name it.
-ATTENTION_CALL = re.compile(r'custom_call_target="triton_kernel_call(?:_ffi)?".*[/(](?:flash|paged)_kernels_\w+\)*/')
+# Calls of kernels of attention, over packed rows or pages, as jax-triton (0.4: with `_ffi`), Mosaic and we name them.
+ATTENTION_CALLS = {
+    "mosaic": re.compile(r'custom_call_target="mosaic_gpu\w*".*/hopper_\w+/'),
+    "triton": re.compile(r'custom_call_target="triton_kernel_call(?:_ffi)?".*[/(](?:flash|paged)_kernels_\w+\)*/'),
+}
 UNTILED = "Couldn't find output tile sizes"  # XLA's words in the failure that `Compiled.of` avoids (openxla/xla 36792)
 Progress = Callable[[str], None]  # takes the name of the program that is compiled next
 
@@ -50,8 +53,8 @@ class Compiled:
     traffic: Mapping[str, CollectiveTraffic]  # by kind of collective
     seconds: float  # seconds of compiling
     offloaded: float  # temporaries in the host's memory
-    # whether the program launches the Triton kernels of attention; else its attention is portable
-    triton: bool = dataclasses.field(metadata={"static": True})
+    # languages of the kernels of attention that the program launches (`ATTENTION_CALLS`); none: attention is portable
+    kernels: frozenset[str] = dataclasses.field(metadata={"static": True})
 
     @staticmethod
     def of(lowered: jax.stages.Lowered) -> Compiled:
@@ -68,7 +71,8 @@ class Compiled:
         assert memory is not None, "XLA says what a program allocates"
         results, hlo = float(memory.output_size_in_bytes - memory.alias_size_in_bytes), compiled.as_text() or ""
         temporaries, offloaded = float(memory.temp_size_in_bytes), float(memory.host_temp_size_in_bytes)
-        return Compiled(temporaries, results, traffic(hlo), seconds, offloaded, bool(ATTENTION_CALL.search(hlo)))
+        kernels = frozenset(name for name, call in ATTENTION_CALLS.items() if call.search(hlo))
+        return Compiled(temporaries, results, traffic(hlo), seconds, offloaded, kernels)
 
     def either(self, following: Compiled) -> Compiled:
         """Returns sizes that suffice for this program and a following program, which never run at the same time."""
@@ -77,7 +81,7 @@ class Compiled:
             temporaries=max(self.temporaries, following.temporaries),
             results=max(self.results, following.results),
             seconds=self.seconds + following.seconds,
-            triton=self.triton or following.triton,
+            kernels=self.kernels | following.kernels,
         )
 
     def beyond(self, deeper: Compiled, factor: float) -> Compiled:

@@ -25,7 +25,7 @@ _CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _MATRIX_PRODUCT = re.compile(
-    r'custom_call_target="[^"]*(gemm|matmul|dot|conv|triton|attention|fmha)|calls=%[^,]*gemm|__triton_nested_gemm',
+    r'custom_call_target="[^"]*(gemm|matmul|dot|conv|triton|mosaic|attention|fmha)|calls=%[^,]*gemm|__triton_nested_gemm',
     re.I,
 )
 _LOOPS = ("while", "conditional", "call")

@@ -82,11 +82,11 @@ def _conclusions(verdict: Verdict) -> list[str]:
         f"While weights are loaded, a process takes up to {verdict.host / GIB:.1f} GiB of host memory (the largest "
         "tensor, as read and as float32), in addition to what Python and XLA take."
     )
-    triton = [name for name, kernel in verdict.attention.items() if kernel == "triton"]
-    portable = [name for name, kernel in verdict.attention.items() if kernel == "portable"]
-    kernels = [f"{', '.join(triton)}: with the Triton kernels"] if triton else []
-    kernels += [f"{', '.join(portable)}: portable"] if portable else []
-    lines.append(f"Attention as compiled: {'; '.join(kernels)}. Rematerialisation: {verdict.remat.value}.")
+    programs: dict[str, list[str]] = {}
+    for name, kernels in verdict.attention.items():
+        programs.setdefault(kernels, []).append(name)
+    attention = "; ".join(f"{', '.join(names)}: {kernels}" for kernels, names in programs.items())
+    lines.append(f"Attention as compiled: {attention}. Rematerialisation: {verdict.remat.value}.")
     if verdict.offloaded:
         lines.append(f"Of each device's activations, {verdict.offloaded / GIB:.1f} GiB lie in the host's memory.")
     lines.append(

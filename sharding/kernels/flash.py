@@ -1,4 +1,4 @@
-"""Attention over packed rows on NVIDIA GPUs, by the Triton kernels of `flash_kernels`.
+"""Attention over packed rows on NVIDIA GPUs, by the Triton kernels of `flash_kernels` or, on Hopper, those of `hopper`.
 
 Scores are cut into tiles. Lists say which tiles of keys each tile of queries visits, and which tiles of queries each
 tile of keys visits for its gradients. The device computes the lists once for all layers, from the least and largest
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..mesh import Tiling, launch, runs_triton, target
+from ..mesh import Tiling, launch, runs_triton, target, varied
 
 # Says, at tracing, whether the kernels can compute attention over these arrays (see `runs_triton`).
 chosen = functools.partial(runs_triton, multiple=8, most=128)
@@ -34,6 +35,7 @@ class Visits:
     branches: Any  # i32 [B, filled]
     lists: tuple[tuple[Any, Any], ...]  # results of `tile_lists`
     tilings: tuple[Tiling, ...] = dataclasses.field(metadata={"static": True})
+    bounds: tuple[Any, Any] | None  # of `hopper.bounds_of`, if `hopper` computes
     causal: bool = dataclasses.field(metadata={"static": True})
     ahead: int = dataclasses.field(default=0, metadata={"static": True})  # keys of a row before the first query's key
     fill: int = dataclasses.field(default=0, metadata={"static": True})  # keys of padding at the start of a row
@@ -50,7 +52,12 @@ def visits_of(
     size, and `chosen(queries)` must be true. Must be called outside the loop over layers, because a layer that is
     computed again would list the tiles again."""
     capability = target().capability
-    tilings = tuple(tiling_of(kernel, queries.dtype, queries.shape[-1], capability) for kernel in KERNELS)
+    by_hopper = not ahead and for_hopper(queries)
+    if by_hopper:
+        from .hopper import TILINGS as tilings
+        from .hopper import bounds_of
+    else:
+        tilings = tuple(tiling_of(kernel, queries.dtype, queries.shape[-1], capability) for kernel in KERNELS)
     largest = max(size for tiling in tilings for size in tiling.sizes)
     fill = -ahead % largest  # so that the first query begins a tile
     ends = (fill, -(fill + segments.shape[1]) % largest)
@@ -61,7 +68,20 @@ def visits_of(
         table = tile_table(segments, branches, tiling.sizes[0], tiling.sizes[1], causal)
         active, whole = (x[:, (ahead + fill) // tiling.sizes[0] :] for x in table)
         lists.append(tile_lists(active.mT, whole.mT) if kernel == "key_gradients" else tile_lists(active, whole))
-    return Visits(segments, branches, tuple(lists), tilings, causal, ahead + fill, fill)
+    bounds = bounds_of(segments, branches, causal) if by_hopper else None
+    return Visits(segments, branches, tuple(lists), tilings, bounds, causal, ahead + fill, fill)
+
+
+def for_hopper(queries: Array | jax.ShapeDtypeStruct) -> bool:
+    """Says whether `hopper` computes with such queries. On an H100, its forward pass took 0.62 to 0.79 of the Triton
+    kernel's time, and its backward pass 0.57 to 0.81 (`benchmarks/results/gpu_h100.json`).
+
+    JAX's own kernel refuses causal masks with CUDA 12.8 and 12.9, whose ptxas compiles them wrongly. With CUDA 12, the
+    Triton kernels compute.
+    """
+    if target().capability != 90 or queries.dtype != jnp.bfloat16 or queries.shape[-1] not in (64, 128):
+        return False
+    return not any(importlib.metadata.distributions(name="jax-cuda12-plugin"))
 
 
 def tiling_of(kernel: str, dtype: Any, head: int, capability: int) -> Tiling:
@@ -100,6 +120,11 @@ def forward(
     of the sum of exponentiated scores, `[B, N, T]` float32, which is 0 for a query that reaches no key.
     """
     B, T, N, _ = q.shape
+    if visits.bounds is not None:
+        from . import hopper
+
+        out, lse = varied(hopper.forward(q, k, v, visits.lists[0], visits.bounds), (q, k, v, visits.segments))
+        return out, (q, k, v, out, lse, visits)
     outs = (jax.ShapeDtypeStruct(q.shape, v.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32))
     out, lse = _call("forward", (q, k, v), (), visits, outs)
     return out, (q, k, v, out, lse, visits)
@@ -108,6 +133,11 @@ def forward(
 def backward(kept: tuple, dout: Array) -> tuple[Array, Array, Array, None]:
     """Returns the gradients of q, k and v, summed in float32, in the dtypes of q, k and v."""
     q, k, v, out, lse, visits = kept
+    if visits.bounds is not None:
+        from . import hopper_gradients
+
+        dq, dk, dv = hopper_gradients.backward(kept[:5], dout, visits.segments, visits.lists[1:], visits.bounds)
+        return *varied((dq, dk, dv), (*kept[:5], dout, visits.segments)), None
     # A matrix product might be computed in TF32.
     slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     arrays, like = (q, k, v), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]

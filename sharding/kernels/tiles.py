@@ -93,6 +93,8 @@ def forward(
     """
     if flash.chosen(q_SNH, k_SKH, v_SKH):
         out, kept = flash.forward(q_SNH[None], k_SKH[None], v_SKH[None], _visits(tiles, q_SNH))
+        real_S = tiles.segments.reshape(-1)[: len(q_SNH)] != 0
+        out = jnp.where(real_S[:, None, None], out, 0)  # `hopper` lets padding within a segment see the segment's keys
         return out[0], (q_SNH, k_SKH, v_SKH, out[0], kept[4], tiles)
     S, N, _ = q_SNH.shape
     q, k, v = (_cut(x, k_SKH.shape[1], tiles.size) for x in (q_SNH, k_SKH, v_SKH))

@@ -1,4 +1,4 @@
-"""What the candidates for attention on Hopper (benchmarks/gpu) compute outside their kernels: intervals, merging."""
+"""Outside of kernels: the merging of two calls of attention (benchmarks/gpu), a candidate for Hopper."""
 
 import functools
 import pathlib
@@ -8,55 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_tiles import inputs
-from turns import third_of
 
 from sharding.kernels.attention import Mask, attention
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))  # not a package
 
 from gpu.merged_attention import layout_of, library, merged
-from gpu.mosaic_attention import intervals, visits_of
 
 TOLERANCE = 2e-6  # float32, of the largest value
-TOKENS = 300  # of a row, of which each length would be compiled anew
-
-
-@st.composite
-def rows(draw):
-    """(segments, branches) of a packed row: padding is between segments, and at the end."""
-    segments, branches = [], []
-    for number in range(1, draw(st.integers(1, 5)) + 1):
-        lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
-        pad = draw(st.integers(0, 9))
-        segments += [number] * sum(lengths) + [0] * pad
-        branches += [branch for branch, length in enumerate(lengths) for _ in range(length)] + [0] * pad
-    return tuple(np.pad(np.asarray(x, np.int32), (0, TOKENS))[:TOKENS] for x in (segments, branches))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("causal", [True, False])
-@settings(deadline=None, max_examples=third_of(60))
-@given(row=rows())
-def test_each_key_is_seen_by_one_interval_of_queries(causal, row):
-    segments, branches = (jnp.asarray(x)[None] for x in row)
-    branches = branches if causal else jnp.zeros_like(branches)
-    visits = visits_of(segments, branches, causal, 128)
-    first, last = (np.asarray(x)[:, None, :] for x in intervals(visits))
-    filled = visits.segments.shape[1]
-    query = np.arange(filled)[None, :, None]
-    want = np.asarray(Mask(visits.segments, visits.branches, causal).dense())
-    np.testing.assert_array_equal((query >= first) & (query < last), want)
-    assert filled == 384
-    # Every tile with an allowed pair is listed for each kernel.
-    for (tiles, counts), tiling, transposed in zip(visits.lists, visits.tilings, (False, False, True), strict=True):
-        queries, keys = tiling.sizes
-        needed = want[0].reshape(filled // queries, queries, filled // keys, keys).any((1, 3))
-        lines = zip(np.asarray(tiles)[0], np.asarray(counts)[0, :, 1], needed.T if transposed else needed, strict=True)
-        for line, several, wanted in lines:
-            assert set(np.flatnonzero(wanted).tolist()) <= set(line[:several].tolist())
 
 
 @pytest.mark.medium

@@ -8,6 +8,7 @@ that `FLUXJAX_AOT` names: `bash scripts/test.sh aot` makes one. `pytest -m gpu` 
 import functools
 import itertools
 import pathlib
+import re
 
 import flash_program
 import head_program
@@ -126,7 +127,8 @@ def test_a_gated_mlp_of_gpus_has_the_same_gradients():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), got, want)
 
 
-def test_tiles_are_listed_once_for_all_layers(monkeypatch):
+@pytest.mark.parametrize("capability", [80, 90])  # Triton's kernels and Mosaic's
+def test_tiles_are_listed_once_for_all_layers(monkeypatch, capability):
     def launch(module, kernel, arguments, outs, *_, **__):
         return [jnp.zeros(out.shape, out.dtype) for out in outs]
 
@@ -136,16 +138,16 @@ def test_tiles_are_listed_once_for_all_layers(monkeypatch):
     queries = jnp.zeros((1, 600, 2, 64), jnp.bfloat16)
 
     def sums_in_layers(described):
-        """The cumulative sums, with which tiles are listed, in each loop over layers: forward and backward."""
+        """The cumulative sums and maxima that list tiles, in each loop over layers: forward and backward."""
 
         def loss(x):
             attend = packed_attention(numbers, numbers, described)
             layer = jax.checkpoint(lambda x, _: (attend(x, x, x), None))
             return jnp.sum(jax.lax.scan(layer, x, None, length=3)[0])
 
-        with compiling_for(Target("gpu", 90)):
+        with compiling_for(Target("gpu", capability)):
             program = jax.make_jaxpr(jax.grad(loss))(queries)
-        return [str(step).count("cumsum") for step in program.eqns if step.primitive.name == "scan"]
+        return [len(re.findall("cumsum|cummax", str(step))) for step in program.eqns if step.primitive.name == "scan"]
 
     assert any(sums_in_layers(None))
     assert sums_in_layers(jax.ShapeDtypeStruct(queries.shape, queries.dtype)) == [0, 0]
@@ -170,6 +172,52 @@ def test_lists_name_every_needed_tile_once_and_masked_ones_first(stream, scatter
             listed = visits[line, :every].tolist()
             assert sorted(listed) == np.flatnonzero(active[0, line]).tolist()
             assert sorted(listed[masked:]) == np.flatnonzero(whole[0, line]).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False])
+@settings(deadline=None, max_examples=third_of(60))
+@given(row=streams())
+def test_on_hopper_one_interval_of_queries_sees_each_key(causal, row):
+    segments, branches = (jnp.asarray(np.tile(x, 6)[: 5 * S])[None] for x in row)
+    copy = jnp.arange(5 * S)[None] // S * 10  # segments of copies have other numbers
+    segments = jnp.where(segments != 0, segments + copy, 0)
+    branches = branches if causal else jnp.zeros_like(branches)
+    with compiling_for(Target("gpu", 90)):
+        visits = flash.visits_of(segments, branches, causal, jax.ShapeDtypeStruct((1, 5 * S, 2, 64), jnp.bfloat16))
+    first, last = (np.asarray(x)[0, None, :] for x in visits.bounds)
+    filled = visits.segments.shape[1]
+    want = np.asarray(Mask(visits.segments, visits.branches, causal).dense())[0]
+    got = (np.arange(filled)[:, None] >= first) & (np.arange(filled)[:, None] < last)
+    real = np.asarray(visits.segments)[0] != 0
+    np.testing.assert_array_equal(got[real], want[real])
+    # Padding sees keys only where it lies between two tokens of their segment.
+    numbers = np.asarray(visits.segments)[0]
+    for query in np.flatnonzero(~real):
+        assert {numbers[key] for key in np.flatnonzero(got[query])} <= set(numbers[:query]) & set(numbers[query:])
+    assert filled == 256 and not got[:, ~real].any()
+    # Every tile with an allowed pair is listed for each kernel.
+    for (tiles, counts), tiling, transposed in zip(visits.lists, visits.tilings, (False, False, True), strict=True):
+        queries, keys = tiling.sizes
+        needed = want.reshape(filled // queries, queries, filled // keys, keys).any((1, 3))
+        lines = zip(np.asarray(tiles)[0], np.asarray(counts)[0, :, 1], needed.T if transposed else needed, strict=True)
+        for line, several, wanted in lines:
+            assert set(np.flatnonzero(wanted).tolist()) <= set(line[:several].tolist())
+
+
+def test_hopper_computes_heads_of_64_and_128_in_bfloat16_unless_jax_was_built_for_cuda_12(monkeypatch):
+    def queries(dtype, head):
+        return jax.ShapeDtypeStruct((1, 8, 2, head), dtype)
+
+    with compiling_for(Target("gpu", 90)):
+        assert flash.for_hopper(queries(jnp.bfloat16, 64)) and flash.for_hopper(queries(jnp.bfloat16, 128))
+        assert not any(flash.for_hopper(queries(*other)) for other in ((jnp.float32, 64), (jnp.bfloat16, 80)))
+        ones = jnp.ones((1, 200), jnp.int32)
+        assert flash.visits_of(ones, None, True, queries(jnp.bfloat16, 64), ahead=64).bounds is None  # behind a context
+        monkeypatch.setattr("importlib.metadata.distributions", lambda **about: ["jax-cuda12-plugin"])
+        assert not flash.for_hopper(queries(jnp.bfloat16, 64))
+    with compiling_for(Target("gpu", 100)):
+        assert not flash.for_hopper(queries(jnp.bfloat16, 64))
 
 
 def test_foreign_branches_and_padding_are_not_visited():

@@ -80,9 +80,9 @@ def meshes():
 
 
 def kernel_calls(step, *arguments):
-    """The number of Triton kernels that a step calls on a GPU."""
+    """The number of kernels, of Triton or Mosaic, that a step calls on a GPU."""
     text = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    return len(re.findall(r"@triton_kernel_call", text))
+    return len(re.findall(r"@(?:triton_kernel_call|mosaic_gpu)", text))
 
 
 def assert_no_spills_and_tensor_cores(kernels, capability):

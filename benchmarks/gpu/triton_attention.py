@@ -1,4 +1,4 @@
-"""Heads of 256 for the Triton kernels of attention: candidates, until a GPU has timed them beside the portable form.
+"""Lets the Triton kernels of attention compute where others do: on Hopper (`without_hopper`), and heads of 256.
 
 `sharding.kernels.flash` computes heads of at most 128. With these tiles ptxas fits heads of 256 into the registers of
 Hopper, or nearly: the gradients of keys spill 72 bytes, where smaller tiles, which spill none, multiply by `mma`.
@@ -34,3 +34,13 @@ def wide_heads() -> Iterator[None]:
         yield
     finally:
         flash.chosen, flash.tiling_of = chosen, tiling_of
+
+
+@contextlib.contextmanager
+def without_hopper() -> Iterator[None]:
+    """Programs that are traced meanwhile attend by the Triton kernels where they would by Mosaic's."""
+    before, flash.for_hopper = flash.for_hopper, lambda queries: False
+    try:
+        yield
+    finally:
+        flash.for_hopper = before

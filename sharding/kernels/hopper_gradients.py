@@ -1,6 +1,6 @@
-"""The gradients of `mosaic_attention`: two kernels, of queries and of keys and values, without atomics.
+"""The gradients of `hopper`'s attention: two kernels, of queries and of keys and values, without atomics.
 
-Sums have a fixed order, so that the same inputs give the same bits. The rings of shared memory, the intervals and the
+Sums have a fixed order, so that the same inputs give the same bits. The rings of shared memory, the bounds and the
 warpgroups are those of the forward kernel. In the kernel of queries a warpgroup computes 64 queries against tiles of 64
 keys; it issues the product for the gradients of a tile together with the scores of the next one. In the kernel of keys
 it computes 64 keys against tiles of 64 queries, for all query heads that read its KV head one after another.
@@ -8,10 +8,7 @@ it computes 64 keys against tiles of 64 queries, for all query heads that read i
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,82 +16,39 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from mosaic_attention import (
-    COMPUTE,
-    COPY,
-    HALF,
-    MASKED,
-    STAGES,
-    SWIZZLED,
-    TILE,
-    await_slot,
-    drain,
-    forward,
-    intervals,
-    visits_of,
-)
 
-from sharding.kernels import flash
+from . import hopper
+from .hopper import COLUMNS, HALF, LINES, LOG2E, MASKED, SWIZZLED, TILE, Bounds, Lists, load
 
-LINES, COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # of numbers for each line or column
-LOG2E = math.log2(math.e)
+EXCLUDED = 1e30  # the log of a sum: of a query whose weights are all 0
 
 
 def backward(
-    q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, lse: jax.Array, dout: jax.Array, visits: flash.Visits
+    kept: tuple[jax.Array, ...], dout: jax.Array, segments: jax.Array, lists: tuple[Lists, Lists], bounds: Bounds
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k and v, in their dtypes; `lse` is that of `mosaic_attention.forward`."""
+    """Returns the gradients of q, k and v, in their dtypes. `kept` are q, k, v, the outputs and the second result of
+    `hopper.forward`. `segments` are `[B, filled]`: padding has no part in any gradient. `lists` are those of the
+    kernels of queries and keys."""
+    q, k, v, out, lse = kept
     slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    filled = visits.segments.shape[1]
-    lse2, slope = (jnp.pad(x, ((0, 0), (0, 0), (0, filled - x.shape[2]))) for x in (lse * LOG2E, slope))
-    arrays = (q, k, v, dout, lse2, slope, *intervals(visits))
-    (dq,) = _call("query_gradients", arrays, visits, (q,))
-    dk, dv = _call("key_gradients", arrays, visits, (k, v))
+    rest = segments.shape[1] - lse.shape[2]
+    lse2, slope = (jnp.pad(x, ((0, 0), (0, 0), (0, rest))) for x in (lse * LOG2E, slope))
+    lse2 = jnp.where(segments[:, None] != 0, lse2, EXCLUDED)
+    arrays = (q, k, v, dout, lse2, slope, *bounds)
+    (dq,) = _call("query_gradients", arrays, lists[0], (q,))
+    dk, dv = _call("key_gradients", arrays, lists[1], (k, v))
     return dq, dk, dv
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, visits: flash.Visits) -> tuple[jax.Array, tuple[Any, ...]]:
-    out, lse = forward(q, k, v, visits)
-    return out, (q, k, v, out, lse, visits)
-
-
-def _backward(kept: tuple[Any, ...], dout: jax.Array) -> tuple[Any, ...]:
-    q, k, v, out, lse, visits = kept
-    return *backward(q, k, v, out, lse, dout, visits), None
-
-
-attend = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])  # (q, k, v, visits) -> out
-attend.defvjp(_forward, _backward)
-
-
-@contextlib.contextmanager
-def in_place_of_flash() -> Iterator[None]:
-    """Programs that are traced meanwhile attend by these kernels where they would by `flash`'s, in causal rows with a
-    query for every key and heads of 64 or 128."""
-
-    def visits(segments: Any, branches: Any, causal: bool, queries: Any, ahead: int = 0) -> flash.Visits:
-        if ahead:
-            raise ValueError(f"keys of {ahead} tokens without a query: the candidate has none")
-        return visits_of(segments, branches, causal, queries.shape[-1])
-
-    before = flash.visits_of, flash.flash_attention
-    flash.visits_of, flash.flash_attention = visits, attend
-    try:
-        yield
-    finally:
-        flash.visits_of, flash.flash_attention = before
-
-
-def _call(kernel: str, arrays: tuple[jax.Array, ...], visits: flash.Visits, like: tuple[jax.Array, ...]) -> Any:
+def _call(kernel: str, arrays: tuple[jax.Array, ...], lists: Lists, like: tuple[jax.Array, ...]) -> Any:
     """Runs a kernel over all tiles of queries (or of keys), all heads and rows."""
-    (B, _, N, H), K = arrays[0].shape, arrays[1].shape[2]
-    tiles, counts = visits.lists[flash.KERNELS.index(kernel)]
-    stages, dtype = STAGES[kernel], arrays[0].dtype
+    (B, _, N, H), K, dtype = arrays[0].shape, arrays[1].shape[2], arrays[0].dtype
+    of_queries = kernel == "query_gradients"
+    stages = hopper.TILINGS[1 if of_queries else 2].stages
     still = plgpu.SMEM((2, HALF, H), dtype, transforms=SWIZZLED)  # a warpgroup's queries or keys
     ring = plgpu.SMEM((stages, HALF, H), dtype, transforms=SWIZZLED)
     numbers = [plgpu.SMEM((2, HALF), kind) for kind in (jnp.float32, jnp.int32)]
     moving = [plgpu.SMEM((stages, HALF), kind) for kind in (jnp.float32, jnp.int32)]
-    of_queries = kernel == "query_gradients"
     return plgpu.kernel(
         functools.partial(
             _query_gradients if of_queries else _key_gradients, readers=N // K, scale=H**-0.5, stages=stages
@@ -109,13 +63,13 @@ def _call(kernel: str, arrays: tuple[jax.Array, ...], visits: flash.Visits, like
             "arrived": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
             "consumed": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         },
-        grid=(N if of_queries else K, tiles.shape[1], B),
+        grid=(N if of_queries else K, lists[0].shape[1], B),
         grid_names=("head", "tile", "row"),
         num_threads=3,
         thread_name="warpgroup",
-        kernel_name=f"mosaic_{kernel}",
+        kernel_name=f"hopper_{kernel}",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*arrays, tiles, counts)
+    )(*arrays, *lists)
 
 
 def _query_gradients(
@@ -130,12 +84,11 @@ def _query_gradients(
     masked, visited = counts_ref[row, tile, 0], jnp.maximum(counts_ref[row, tile, 1], 1)
     H = q_ref.shape[-1]
 
-    def slot(visit: Any) -> jax.Array:
-        return lax.rem(visit, jnp.int32(stages))
+    slot = functools.partial(hopper.slot, stages)
 
     @pl.when(group < 2)
     def _compute() -> None:
-        plgpu.set_max_registers(COMPUTE, action="increase")
+        plgpu.set_max_registers(hopper.COMPUTE, action="increase")
         start = tile * TILE + group * HALF
         queries, douts = still[0].at[group], still[1].at[group]
         mine = (row, pl.ds(start, HALF), head)
@@ -145,7 +98,7 @@ def _query_gradients(
         plgpu.copy_gmem_to_smem(lse_ref.at[line], still_numbers[0].at[group], there.at[group])
         plgpu.copy_gmem_to_smem(slope_ref.at[line], still_numbers[1].at[group], there.at[group])
         plgpu.barrier_wait(there.at[group])
-        lse, slope = (plgpu.load(x.at[group], (), layout=LINES) for x in still_numbers)
+        lse, slope = (load(x.at[group], LINES) for x in still_numbers)
 
         def await_tile(visit: Any) -> None:
             @pl.when(visit < visited)
@@ -161,7 +114,7 @@ def _query_gradients(
                 plgpu.wgmma(sums_ref, before, ring[0].at[slot(visit - 1)])
             scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1 + running)
             if mask:
-                first, last = (plgpu.load(x.at[here], (), layout=COLUMNS) for x in ring_numbers)
+                first, last = (load(x.at[here], COLUMNS) for x in ring_numbers)
                 query = start + plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
                 reached = query >= lax.broadcast_in_dim(first, scores.shape, [1])
                 reached &= query < lax.broadcast_in_dim(last, scores.shape, [1])
@@ -200,20 +153,20 @@ def _query_gradients(
 
     @pl.when(group == 2)
     def _copy() -> None:
-        plgpu.set_max_registers(COPY, action="decrease")
+        plgpu.set_max_registers(hopper.COPY, action="decrease")
         kv_head = lax.div(head, jnp.int32(readers))
 
         @pl.loop(0, visited)
         def _visit(visit: Any) -> None:
             here = slot(visit)
             keys = pl.ds(tiles_ref[row, tile, visit] * HALF, HALF)
-            await_slot(consumed, visit, here, stages)
+            hopper.await_slot(consumed, visit, here, stages)
             plgpu.copy_gmem_to_smem(k_ref.at[row, keys, kv_head], ring[0].at[here], arrived.at[here])
             plgpu.copy_gmem_to_smem(v_ref.at[row, keys, kv_head], ring[1].at[here], arrived.at[here])
             plgpu.copy_gmem_to_smem(first_ref.at[row, keys], ring_numbers[0].at[here], arrived.at[here])
             plgpu.copy_gmem_to_smem(last_ref.at[row, keys], ring_numbers[1].at[here], arrived.at[here])
 
-        drain(consumed, visited, stages)
+        hopper.drain(consumed, visited, stages)
 
 
 def _key_gradients(
@@ -225,15 +178,15 @@ def _key_gradients(
     """A program computes 128 keys of a KV head. Scores are keys x queries."""
     kv_head, row, group = lax.axis_index("head"), lax.axis_index("row"), lax.axis_index("warpgroup")
     tile = lax.axis_index("tile")
-    masked, visited = counts_ref[row, tile, 0], counts_ref[row, tile, 1]
+    # Under `shard_map`, numbers of arguments vary over mesh axes, and sums do not. A loop's first index must not vary.
+    masked, visited = (counts_ref[row, tile, which] + 0 for which in (0, 1))
     H = q_ref.shape[-1]
 
-    def slot(turn: Any) -> jax.Array:
-        return lax.rem(turn, jnp.int32(stages))
+    slot = functools.partial(hopper.slot, stages)
 
     @pl.when(group < 2)
     def _compute() -> None:
-        plgpu.set_max_registers(COMPUTE, action="increase")
+        plgpu.set_max_registers(hopper.COMPUTE, action="increase")
         start = tile * TILE + group * HALF
         keys, values = still[0].at[group], still[1].at[group]
         mine, line = (row, pl.ds(start, HALF), kv_head), (row, pl.ds(start, HALF))
@@ -242,13 +195,13 @@ def _key_gradients(
         plgpu.copy_gmem_to_smem(first_ref.at[line], still_numbers[0].at[group], there.at[group])
         plgpu.copy_gmem_to_smem(last_ref.at[line], still_numbers[1].at[group], there.at[group])
         plgpu.barrier_wait(there.at[group])
-        first, last = (plgpu.load(x.at[group], (), layout=LINES) for x in still_numbers)
+        first, last = (load(x.at[group], LINES) for x in still_numbers)
 
         def products(here: Any, visit: Any, dv_ref: Any, mask: bool, scores_ref: Any, dweights_ref: Any) -> Any:
             """The gradients of a tile's scores; issues the product for those of values."""
             plgpu.wgmma(scores_ref, keys, ring[0].at[here].transpose((1, 0)))
             plgpu.wgmma(dweights_ref, values, ring[1].at[here].transpose((1, 0)))
-            lse = plgpu.load(ring_numbers[0].at[here], (), layout=COLUMNS)
+            lse = load(ring_numbers[0].at[here], COLUMNS)
             scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
             if mask:
                 query = tiles_ref[row, tile, visit] * HALF
@@ -259,7 +212,7 @@ def _key_gradients(
             weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(lse, scores.shape, [1]))
             dweights = plgpu.wgmma_accumulator_load(dweights_ref, wait_n=0)
             plgpu.wgmma(dv_ref, weights.astype(v_ref.dtype), ring[1].at[here])
-            slope = plgpu.load(ring_numbers[1].at[here], (), layout=COLUMNS)
+            slope = load(ring_numbers[1].at[here], COLUMNS)
             return weights * (dweights - lax.broadcast_in_dim(slope, scores.shape, [1]))
 
         def add(visit: Any, carry: None, reader: Any, dk_ref: Any, dv_ref: Any, mask: bool) -> None:
@@ -292,16 +245,16 @@ def _key_gradients(
 
     @pl.when(group == 2)
     def _copy() -> None:
-        plgpu.set_max_registers(COPY, action="decrease")
+        plgpu.set_max_registers(hopper.COPY, action="decrease")
 
         @pl.loop(0, readers * visited)
         def _turn(turn: Any) -> None:
             here, head = slot(turn), kv_head * readers + lax.div(turn, visited)
             queries = pl.ds(tiles_ref[row, tile, lax.rem(turn, visited)] * HALF, HALF)
-            await_slot(consumed, turn, here, stages)
+            hopper.await_slot(consumed, turn, here, stages)
             plgpu.copy_gmem_to_smem(q_ref.at[row, queries, head], ring[0].at[here], arrived.at[here])
             plgpu.copy_gmem_to_smem(dout_ref.at[row, queries, head], ring[1].at[here], arrived.at[here])
             plgpu.copy_gmem_to_smem(lse_ref.at[row, head, queries], ring_numbers[0].at[here], arrived.at[here])
             plgpu.copy_gmem_to_smem(slope_ref.at[row, head, queries], ring_numbers[1].at[here], arrived.at[here])
 
-        drain(consumed, readers * visited, stages)
+        hopper.drain(consumed, readers * visited, stages)
