@@ -1,7 +1,7 @@
 """A microbatch whose sequences are spread over devices, before its arrays exist.
 
-The work of the vision tower has an even plan of its own (`sharding.planner.vision_units`). The features of the tower
-then travel to their tokens (`sharding.spread.route`).
+A plan of its own spreads the work of the vision tower evenly (`sharding.planner.vision_units`). The features of the
+tower then travel to their tokens (`sharding.spread.route`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from ..base.worker_pool import WorkerDied, WorkerError, WorkerPool, WorkerTimeou
 from ..config import RewardKindConfig
 from .named import Failing, FoundReward, RewardFailure, as_batch, as_reward, find_reward
 
-BATCH = 64  # the most responses in a call of a batched reward
+BATCH = 64  # responses in a call of a batched reward, at most
 BATCH_WAIT = 0.05  # seconds that a response waits for further responses of its batch
 _PING_SECONDS = 0.5  # seconds within which a loop answers if it is not blocked
 MEMORY_GIB = 4.0  # the most memory that a process of a user's reward may take beside its imports
@@ -152,7 +152,7 @@ class _Batch:
         self.completions: list[Completion] = []
         self.full = asyncio.Event()
         self.answers = asyncio.create_task(send(self))
-        # Reads the task's error, which asyncio would log if all calls of the batch were cancelled.
+        # Reads the task's error: asyncio would log an unread error if all calls of the batch were cancelled.
         self.answers.add_done_callback(lambda answers: answers.cancelled() or answers.exception())
 
 
