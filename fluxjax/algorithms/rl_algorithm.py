@@ -35,7 +35,7 @@ class RLAlgorithm:
     # True: advantages depend on all groups of a step, so they are computed only when the step is complete.
     whole_step = False
     response_ratios = False  # True: the loss reads `policy_log_ratios_BT`, from a forward pass before each update
-    coupled = False  # True: the loss joins several responses; `couple` gives its derivatives before each update
+    coupled = False  # True: the loss joins several responses; before each update, `couple` returns its derivatives
     critic = False  # True: `advantages` returns the reward of a response's last token (`fluxjax.algorithms.ppo`)
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:

@@ -23,7 +23,7 @@ from .named import Failing, FoundReward, RewardFailure, as_batch, as_reward, fin
 BATCH = 64  # responses in a call of a batched reward, at most
 BATCH_WAIT = 0.05  # seconds that a response waits for further responses of its batch
 _PING_SECONDS = 0.5  # seconds within which a loop answers if it is not blocked
-MEMORY_GIB = 4.0  # the most memory that a process of a user's reward may take beside its imports
+MEMORY_GIB = 4.0  # memory that a process of a user's reward may take beside its imports
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +199,7 @@ def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> concurren
                 future.set_result(function(*arguments))
             except Exception as error:
                 future.set_exception(error)
-            except BaseException as error:  # such as SystemExit: else the call would seem to hang
+            except BaseException as error:  # such as SystemExit: otherwise the call would seem to hang
                 future.set_exception(_no_end(error))
 
     threading.Thread(target=work, name="reward", daemon=True).start()

@@ -50,7 +50,7 @@ class Compiled:
     traffic: Mapping[str, CollectiveTraffic]  # by kind of collective
     seconds: float  # seconds of compiling
     offloaded: float  # temporaries in the host's memory
-    # whether the program launches the Triton kernels of attention; else its attention is portable
+    # whether the program launches the Triton kernels of attention; if not, its attention is portable JAX
     triton: bool = dataclasses.field(metadata={"static": True})
 
     @staticmethod
