@@ -2,11 +2,11 @@
 
     python -m fluxjax.launch --processes 2 -- --config=configs/vlm.py --config.run_dir=runs/two
 
-Arguments behind `--` go to `python -m fluxjax.train`. Process 0 writes here, process N to RUN.process-N.log beside the
-run's folder. When a process is killed, fails or freezes, all processes end, and a new attempt goes on from the newest
-checkpoint. At most --restarts new attempts in a row begin without a newer checkpoint. An error that only you can mend
-(a setting, a file) ends the run. On clusters, start `fluxjax.train` itself, with `--config.distributed.*`; a run that
-the scheduler starts again (deploy/) goes on from its newest checkpoint.
+Arguments behind `--` go to `python -m fluxjax.train`. Process 0 writes here, every other process N to
+RUN.process-N.log beside the run's folder. When a process is killed, fails or freezes, all processes end, and a new
+attempt goes on from the newest checkpoint. At most --restarts new attempts in a row begin without a newer checkpoint.
+An error that only you can mend (a setting, a file) ends the run. On clusters, start `fluxjax.train` itself, with
+`--config.distributed.*`; a run that the scheduler starts again (deploy/) goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         type=_counts,
         required=True,
         metavar="N[,N...]",
-        help="number of processes, with process 0; 4,2: four at first, two after a restart",
+        help="number of processes, including process 0; 4,2: four at first, two after a restart",
     )
     parser.add_argument(
         "--restarts",
@@ -78,8 +78,8 @@ class Supervisor:
     """Runs the attempts of one run, one after the other."""
 
     def __init__(self, processes: Sequence[int], restarts: int, train: Sequence[str], folder: pathlib.Path) -> None:
-        """`processes` has the number of processes of each attempt, the last one for all further attempts; `folder` is
-        the run's folder."""
+        """`processes` has the number of processes of each attempt; the last number is for all further attempts, too.
+        `folder` is the run's folder."""
         self._processes, self._restarts, self._folder = processes, restarts, folder
         self._train = [*train, f"--config.run_dir={folder}"]
         self._run: Processes | None = None
@@ -175,7 +175,7 @@ class Processes:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         shared = [f"--config.distributed.coordinator=127.0.0.1:{port}", f"--config.distributed.processes={count}"]
-        # `local_server.py` ends a process with its launcher: else the process would keep its GPU and its port.
+        # `local_server.py` ends a process when its launcher ends, so that the process frees its GPU and its port.
         bound = pathlib.Path(__file__).resolve().parent.parent / "rollout" / "local_server.py"
         command = [sys.executable, str(bound), sys.executable, "-m", "fluxjax.train", *train]
         command += shared if count > 1 else []
@@ -191,8 +191,8 @@ class Processes:
             self._children[0].send_signal(number)
 
     def wait(self) -> Failure | None:
-        """Waits until all processes have ended; returns the failure, or None. Kills processes that still run too long
-        after a process has ended or was stopped, or after `deadline`."""
+        """Waits until all processes have ended; returns the failure, or None. Kills the processes that still run GRACE
+        or STOPPED seconds after a process has ended or was stopped, or at `deadline`."""
         ended: dict[int, int] = {}
         frozen: list[int] = []
         since = going = time.monotonic()

@@ -47,7 +47,7 @@ class TensorName:
         return np.ascontiguousarray(self.laid_out(value))
 
     def laid_out(self, value: Any) -> Any:
-        """`to_disk` for arrays of NumPy or JAX; the result may not be contiguous."""
+        """`to_disk` for arrays of NumPy or JAX; the result need not be contiguous."""
         order = (*range(self.inputs, value.ndim), *range(self.inputs))
         return value.transpose(order).reshape(self.disk_shape)
 
@@ -65,8 +65,8 @@ def name_weights(
     `numbers` are the layer numbers of stacked weights, in the order of the stack; None: 0, 1, 2, ...
 
     A bias has the path of its matrix with `_bias` behind it. Tables (`[V, D]`) have the same layout here and on disk,
-    and biases and scales are flat on disk. All other weights are matrices of a torch `Linear`. The input axes of a
-    matrix are all but the last axis if the last axis is the width `D`, else the first axis.
+    and biases and scales are flat on disk. All other weights are matrices of a torch `Linear`. If the last axis of
+    a matrix is the width `D`, all axes before it are input axes; otherwise only the first axis is one.
     """
     names = []
     for module, path in modules.items():

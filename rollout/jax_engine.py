@@ -5,8 +5,8 @@ first tokens. A *round* gives every running sample some tokens. Between turns th
 aborts and new weights.
 
 On devices other than CPUs, a turn is dispatched *ahead*: before the host has read the tokens of the previous turn.
-Tokens behind a stop id are dropped when they are read. Preemption, blame for a failed turn, and all that
-`_between_turns` protects wait until no tokens are unread. Counts of tokens and pages decide which turn is next, never
+Tokens after a stop id are dropped when they are read. Preemption, blame for a failed turn, and all that
+`_between_turns` protects wait until all tokens are read. Counts of tokens and pages decide which turn is next, never
 the time that the device takes.
 
 A weight update discards the cached keys and values: running samples are prefilled again, so that the log-probs of later
@@ -46,8 +46,8 @@ from .slots import PAGE_TOKENS, DecodeRound, doubling, pages_for
 if TYPE_CHECKING:
     from .lowered import EngineArrays
 
-UNKNOWN_MEMORY = 4 << 30  # most bytes of a cache if devices don't report their free memory
-LEAST_CACHE = 256  # least tokens in the cache of `generate_once`, doubled until the response fits
+UNKNOWN_MEMORY = 4 << 30  # bytes of a cache, at most, if devices don't report their free memory
+LEAST_CACHE = 256  # tokens in the smallest cache of `generate_once`, doubled until the response fits
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
@@ -56,7 +56,7 @@ Arguments = TypeVarTuple("Arguments")
 class CacheUsage:
     bytes: int  # bytes of keys, values and states on all devices of the engine; 0 while there is no cache
     pages: int
-    peak_pages: int  # most pages that samples held at once
+    peak_pages: int  # the largest number of pages that samples held at once
 
 
 class JaxEngine:
@@ -66,8 +66,8 @@ class JaxEngine:
     `slots` samples run at once, each with at most `max_sequence_tokens` of prompt and response. Their cache has
     `kv_tokens` tokens. If `kv_tokens` is 0, the cache has as many tokens as all slots may need, in at most
     `kv_fraction` of the device memory that is free before the first request. Devices that don't report free memory
-    count with `UNKNOWN_MEMORY` bytes. A round decodes `steps_per_sync` tokens a sample; 0: a number that suits devices
-    and samples (`EngineLimits.pace`). `ahead` says whether turns are dispatched ahead (None: not on CPUs).
+    count with `UNKNOWN_MEMORY` bytes. A round decodes `steps_per_sync` tokens of each sample; 0: a number that suits
+    devices and samples (`EngineLimits.pace`). `ahead` says whether turns are dispatched ahead (None: not on CPUs).
     `compute_dtype` casts new weights (None: weights keep their dtype). `devices` compute together: 1, 2, 4, ... of this
     process; None: its first device. `model` may be abstract; the first `update_weights` then brings the weights.
     Several threads call `fetch` for prompts without pixels (`models.shadow`); a failure of `fetch` loses the request.
@@ -151,8 +151,8 @@ class JaxEngine:
         return dataclasses.replace(self._limits, kv_tokens=tokens)
 
     def compile_ahead(self, sampling: SamplingParams, samples: int, threads: concurrent.futures.Executor) -> None:
-        """Compiles, in `threads`, the programs of the rounds that `samples` samples surely need which start together. A
-        round waits for its program. Does nothing if memory that is not known yet decides the size of the cache."""
+        """Compiles, in `threads`, the programs of the rounds that `samples` samples surely need if they start together.
+        A round waits for its program. Does nothing if memory that is not known yet decides the size of the cache."""
         limits = self._with_cache(self._kv_fraction)
         if limits != self._with_cache(self._kv_fraction / 4):  # weights may come to the devices before the cache does
             return
@@ -299,7 +299,7 @@ class JaxEngine:
 
     @property
     def cache_usage(self) -> CacheUsage:
-        """The size of the cache, and the most of it that was in use since it got this size."""
+        """The size of the cache, and the most pages in use at once since the cache got this size."""
         return CacheUsage(self._device.cache_bytes, self._scheduler.pool.total, self._scheduler.pool.peak)
 
     @property
@@ -310,7 +310,7 @@ class JaxEngine:
     # --- the loop -------------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        """Jobs of an earlier, closed loop are dropped."""
+        """Binds the engine to the running event loop, and drops jobs of an earlier, closed loop."""
         self._refuse_if_closed()
         loop = asyncio.get_running_loop()
         if self._loop is loop:
@@ -466,7 +466,7 @@ async def generate_once(
     on_chunk: Callable[[TokenChunk], bool] = lambda chunk: False,
 ) -> TokenChunk:
     """Returns the complete response to one prompt, from a new engine, which copies the layers of `model`. `on_chunk`
-    gets each chunk, and ends the response behind this chunk by returning True. Raises EngineError for a request that
+    gets each chunk, and ends the response after this chunk by returning True. Raises EngineError for a request that
     the engine refuses, or a model that computes no finite log-probs."""
     room = doubling(len(prompt) + sampling.max_new_tokens, LEAST_CACHE)
     engine = JaxEngine(model, slots=1, max_sequence_tokens=room)

@@ -43,7 +43,7 @@ from .turns import LEAST_TOKENS, PrefillBatch, Prefix, plan, text_input
 
 Result = TypeVar("Result")
 Work: TypeAlias = Generator[None, None, Result]  # yields after each layer, when the device has computed it
-BUFFERS = 2  # most streamed layers on the device: the layer that computes and the next one
+BUFFERS = 2  # streamed layers on the device, at most: the layer that computes and the next one
 
 # A layer: (weights, parts that travel meanwhile, hidden states, number) -> (hidden states, the parts on the device)
 Step: TypeAlias = Callable[[Params | Parts, Parts, jax.Array, int], tuple[jax.Array, Parts]]
@@ -304,7 +304,7 @@ class StreamedModel:
     def _residents(self, rows: int, tokens: int, room: int) -> int:
         if self._given is not None:
             return self._given
-        # A batch that generates is a series of passes over one token a row.
+        # A batch that generates is a series of passes over one token of each row.
         computed, context = (1, tokens + room) if room else (tokens, 0)
         compute = self._pace.compute_seconds(self.text, rows, computed, context, self.layer_bytes)
         needed = pass_bytes(self.text, rows, tokens, room, self.dtype.itemsize)
@@ -351,7 +351,7 @@ def _projections(text: TextConfig) -> int:
 
 
 def pass_bytes(text: TextConfig, rows: int, tokens: int, room: int, value_bytes: int) -> int:
-    """An estimate of the most bytes of device memory of a pass, beside streamed and resident weights, if attention
+    """Estimates the peak memory of a pass on the device in bytes, beside streamed and resident weights, if attention
     stores no scores. The estimate counts hidden states, and one layer's projections, MLP and unpacked weights. With
     `room` columns for a response, all layers' keys, values and states count, too."""
     width = 4 * text.hidden_size + _projections(text) + 3 * text.intermediate_size
@@ -366,10 +366,10 @@ def pass_bytes(text: TextConfig, rows: int, tokens: int, room: int, value_bytes:
 def resident_layers(
     layers: int, layer_bytes: int, compute_seconds: float, transfer_seconds: float, free_bytes: int | float
 ) -> int:
-    """The number of layers that stay on the device: as few as hide all transfers, but no more than fit `free_bytes`. A
-    transfer hides behind `g = ceil(transfer_seconds / compute_seconds)` layers, so that one layer in `g` can be
-    streamed. If `g` is above PARTS, transfers can't be hidden. Then as many layers as fit are resident, since each
-    saves its transfer. Raises EngineError if not even the buffers fit."""
+    """The number of layers that stay on the device: the fewest with which all transfers hide, but no more than fit into
+    `free_bytes`. A transfer hides behind `g = ceil(transfer_seconds / compute_seconds)` layers, so that one layer in
+    `g` can be streamed. If `g` is above PARTS, transfers can't be hidden. Then as many layers as fit are resident,
+    since each saves its transfer. Raises EngineError if not even the buffers fit."""
     if free_bytes >= layers * layer_bytes:
         most = layers
     else:

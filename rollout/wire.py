@@ -7,8 +7,8 @@ tokens.
 Media travel as the patches, grids and rotary positions that the trainer computes on. Patches are in raster order, as in
 Hugging Face's processors; prompts have expanded placeholders. `rollout.serve` reads this format (`FORMAT`), and so does
 SGLang with our extension (`rollout/sglang_plugin`). Only the first sample of a batch carries the patches; the other
-samples carry the key of the patches. An engine that fetches pixels itself gets tickets in place of patches, in window
-order (`SHADOW`).
+samples carry the key of the patches. An engine that fetches pixels itself gets tickets in place of patches
+(`SHADOW`), in the vision tower's window order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FIELDS = {"image_data": "image_token_id", "video_data": "video_token_id"}
 
 
 def request_body(request: GenerateRequest, rids: Mapping[int, str], config: DecoderConfig, *, interval: int) -> Json:
-    """The body of `POST /generate` for the samples that are keys of `rids`, with an event each `interval` tokens.
+    """The body of `POST /generate` for the samples that are keys of `rids`, with an event every `interval` tokens.
     `rollout.requests.checked` must have returned `request`. Raises EngineError for media that the format can't
     express."""
     prompt, samples = request.prompt, list(rids)
@@ -325,7 +325,7 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
 
 
 def sampling_of(params: Json, begun: int) -> SamplingParams:
-    """`sampling_params` of a body, with SGLang's defaults. The `begun` tokens of the prefix count for `max_new_tokens`.
+    """`sampling_params` of a body, with SGLang's defaults. `max_new_tokens` then includes the `begun` prefix tokens.
     Raises ValueError, naming the field, for settings that an embedded engine lacks, and for wrong types;
     `requests.checked_sampling` checks the values."""
     bias = params.get("logit_bias") or {}

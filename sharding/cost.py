@@ -30,7 +30,8 @@ class CostError(ValueError):
 @dataclasses.dataclass(frozen=True)
 class ModelSizes:
     """The sizes that a model's cost depends on. `value_bytes` is the size of an activation on the wire, 2 in bfloat16.
-    `share_kv` says whether heads that a device group can't share evenly are filled up or copied."""
+    With `share_kv`, heads that a device group can't share evenly are filled up with zeros or copied (`deal_heads`);
+    otherwise a device has a fraction of a head."""
 
     name: str
     layers: int  # layers with attention
@@ -49,19 +50,19 @@ class ModelSizes:
     patches_per_token: int = 4
     value_bytes: int = 2
     share_kv: bool = True
-    other_flops: float = 0.0  # FLOPs a token in layers without attention and in gates of attention
+    other_flops: float = 0.0  # FLOPs of a token in layers without attention and in gates of attention
     state_layers: int = 0  # layers that mix tokens by a state
-    state_bytes: float = 0.0  # bytes a token of one such layer in the all-to-alls, without copies of heads
+    state_bytes: float = 0.0  # bytes of a token in the all-to-alls of one such layer, without copies of heads
 
     def linear_flops(self) -> float:
-        """FLOPs a token of one forward pass of everything but attention scores: projections, MLPs, output head."""
+        """The FLOPs of a token in a forward pass, without attention scores: projections, MLPs, output head."""
         channels = self.heads * self.head_size, self.kv_heads * self.head_size
         layer = self.width * (2 * channels[0] + 2 * channels[1] + 3 * self.mlp)
         return 2.0 * (self.layers * layer + self.width * self.vocabulary) + self.other_flops
 
     def vision_flops(self) -> float:
-        """FLOPs a patch of one forward pass of the vision tower and its mergers, without attention scores. Attention
-        scores take 2 % of these FLOPs with windows of 64 patches, as in most layers of Qwen2.5-VL."""
+        """The FLOPs of a patch in a forward pass of the vision tower and its mergers, without attention scores. With
+        windows of 64 patches, as in most layers of Qwen2.5-VL, the scores would add 2 %."""
         mlp = self.vision_products * self.vision_width * self.vision_mlp
         tower = self.vision_layers * (4 * self.vision_width**2 + mlp)
         merged = self.patches_per_token * self.vision_width  # a token's patches side by side
@@ -77,8 +78,8 @@ class ModelSizes:
         return deal.local_queries * degree, deal.local_kv * degree
 
     def wire_bytes(self, degree: int) -> float:
-        """Bytes a token of one attention in the all-to-alls of `degree` devices: queries and output, keys and values,
-        including the bytes that stay on their device. Raises PlanError like `heads_of`."""
+        """The bytes of a token in the all-to-alls of one layer's attention over `degree` devices: queries and output,
+        keys and values, including the bytes that stay on their device. Raises PlanError like `heads_of`."""
         return 2.0 * sum(self.heads_of(degree)) * self.head_size * self.value_bytes
 
 
@@ -236,8 +237,8 @@ class CostModel:
         the number of layers. Communication overlaps computation (FlexRL, 3.4).
 
         A device computes its unsharded sequences first; meanwhile the inputs of its first sharded round are under way.
-        The start of a round's attention issues the inputs of the next round; the end issues the outputs of the round. A
-        device has one wire for its all-to-alls, in order; an all-to-all starts when all its devices are ready.
+        When a round's attention starts, the inputs of the next round are sent; when it ends, the round's own outputs. A
+        device sends its all-to-alls in order over one wire; an all-to-all starts when all its devices are ready.
 
         `squares` is the attention work of each sequence. Attention takes `factor` times the forward pass's time. A
         `mirrored` pass swaps the bytes of inputs and outputs.

@@ -5,8 +5,8 @@
 (equations 5 and 7), averaged over responses. The gradient of s_i is `s_i mean_t grad log policy(o_t)` (equation 10).
 A token can compute its part of that gradient alone, from `sg(s_i) policy(o_t) / sg(policy(o_t))` (GSPO-token,
 equation 14). So the tokens of a response may lie in several microbatches. A forward pass before each optimizer step
-computes s_i. Advantages are GRPO's. Bounds are narrow (3e-4 and 4e-4, section 5.1), because a mean of logs over a
-response varies little.
+computes s_i. Advantages are GRPO's. The clip bounds are narrow (3e-4 and 4e-4, section 5.1), because a mean of logs
+over a response varies little.
 """
 
 import jax

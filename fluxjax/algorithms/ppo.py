@@ -4,7 +4,7 @@ The policy's loss is GRPO's clipped loss (equation 7 of the paper), with an adva
 estimated from the values of a critic (GAE, equations 11 to 16), and whitened over the step. A response is an episode
 and its tokens are the actions. r_t is the reward of token t: the response's reward for the last token, 0 for other
 tokens. Under `kl_in_reward`, the token's KL term is subtracted. V_t is the critic's value of the state in which token t
-was chosen; V is 0 behind the last token.
+was chosen; V is 0 after the last token.
 
     delta_t = r_t + gamma V_{t+1} - V_t,     A_t = delta_t + gamma lambda A_{t+1}
 
@@ -12,10 +12,10 @@ The critic has its own weights and optimizer, and trains on the same minibatches
 
     L_V = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
-with returns R = A + V_old of the advantages before whitening, V_old the values before the step's first optimizer step,
-and c = `value_clip`. The paper's equation 9 has the plain square; its authors' code (OpenAI baselines, ppo2) and verl
-have the clipped square. The importance correction does not weigh the critic's loss, since the values belong to the
-policy that generated the tokens.
+The returns are R = A + V_old, with the advantages A before whitening, and the values V_old before the step's first
+optimizer step; c is `value_clip`. The paper's equation 9 has the plain square; its authors' code (OpenAI baselines,
+ppo2) and verl have the clipped square. The importance correction does not weigh the critic's loss, since the values
+belong to the policy that generated the tokens.
 """
 
 from collections.abc import Sequence

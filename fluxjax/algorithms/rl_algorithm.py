@@ -35,7 +35,7 @@ class RLAlgorithm:
     # True: advantages depend on all groups of a step, so they are computed only when the step is complete.
     whole_step = False
     response_ratios = False  # True: the loss reads `policy_log_ratios_BT`, from a forward pass before each update
-    coupled = False  # True: the loss joins several responses; `couple` gives its derivatives before each update
+    coupled = False  # True: the loss joins several responses; before each update, `couple` returns its derivatives
     critic = False  # True: `advantages` returns the reward of a response's last token (`fluxjax.algorithms.ppo`)
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
@@ -58,9 +58,9 @@ class RLAlgorithm:
         for an optimizer step. The metric `loss` is the value of the loss.
 
         `groups` have the advantages that `advantages` gave them. `log_ratios` are `log(policy / reference)` in nats,
-        summed over the tokens of a response. `log_ratios` lack responses without a token, and responses with the
-        advantage 0 in groups that have other advantages. The advantages that `token_loss` gets are the derivatives,
-        negated and divided by the loss weights.
+        summed over the tokens of a response. `log_ratios` has no entry for a response without a token, and none for a
+        response of advantage 0 whose group has advantages that are not 0. The advantages that `token_loss` gets are the
+        derivatives, negated and divided by the loss weights.
         """
         raise NotImplementedError
 
@@ -117,7 +117,7 @@ ALGORITHMS: Mapping[str, RLAlgorithm] = ByName(
 
 
 def find_algorithm(cfg: AlgorithmConfig) -> RLAlgorithm:
-    """Returns the algorithm `cfg.name`: the object itself, a name of `ALGORITHMS`, or an import path,
+    """Returns the algorithm that `cfg.name` gives as an object, as a name in `ALGORITHMS`, or as an import path
     `module:attribute`. Raises `ConfigError`, naming the field, if there is no such algorithm."""
     if not isinstance(cfg.name, str):
         return adapted(cfg.name, "algorithm.name")

@@ -1,7 +1,7 @@
 """A microbatch whose sequences are spread over devices, before its arrays exist.
 
-The work of the vision tower has an even plan of its own (`sharding.planner.vision_units`). The features of the tower
-then travel to their tokens (`sharding.spread.route`).
+A plan of its own spreads the work of the vision tower evenly (`sharding.planner.vision_units`). The features of the
+tower then travel to their tokens (`sharding.spread.route`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
 from .share import Groups, Outline, Piece, runs_bound
 
-# The most tokens that a device exports in a round of a degree above 1. An exported token predicts a token of another
+# Tokens that a device exports in a round of a degree above 1, at most. An exported token predicts a token of another
 # device. The last token of the device's chunk predicts the next chunk's first token. A prompt's last token in the chunk
 # predicts the first tokens of responses beyond the chunk.
 EXPORTS = 2
@@ -42,7 +42,7 @@ class Room:
     patches: int
     share_prompts: bool
     vision: VisionConfig | None
-    degree: int = 1  # the most devices that compute one sequence
+    degree: int = 1  # devices that compute one sequence, at most
     chunk: int = 0  # tokens of a chunk in the tables of runs (`PackedRuns`); 0: a model without Gated DeltaNet
 
     @property

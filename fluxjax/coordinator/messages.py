@@ -160,7 +160,7 @@ class Request:
         return request_id(self.prompt.draw, self.attempt)
 
     def to_come(self) -> dict[int, int]:
-        """Returns the samples that the engine is to generate, each with the number of tokens that it has already."""
+        """Returns the samples that the engine is to generate, each with the number of its tokens so far."""
         begun = {i: before for i, before in enumerate(self.begun) if before is not None}
         whole = {i for i, before in begun.items() if before.finish != ABORTED}
         return {i: begun[i].num_tokens if i in begun else 0 for i in range(self.n) if i not in whole}

@@ -1,11 +1,11 @@
 """Reads media that are embedded in parquet files.
 
 Data sets of the Hugging Face hub hold structs of `bytes` and `path`. The statistics of a row group tell how many items
-have `bytes`. No media bytes are read if all items have `bytes`, or none. In mixed columns, and in lists of items
-without paths, 16 rows are read at a time, to see which items have `bytes`.
+have `bytes`. If all items have `bytes`, or no item has, no media bytes are read. In mixed columns, and in lists of
+items without paths, 16 rows are read at a time, to see which items have `bytes`.
 
-A cell is named `COLUMN/ROW/INDEX`. The row counts within its file, the index within the row's list. Row groups in
-memory belong to one version of a file, so that a changed file is read again.
+A cell is named `COLUMN/ROW/INDEX`. ROW is the row's number in the file, INDEX the item's number in the row's list. Row
+groups in memory belong to one version of a file, so that a changed file is read again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The protocol of preprocessors and their clients over Arrow Flight.
 
-Each question is a JSON object with the media settings of the client. The question is the body of an action, or the
-Flight ticket of DoGet. The action `look` asks for the ticket of the medium `ref`. DoGet has `ranges`, a list of
-`[ticket word, start, stop]`. DoGet answers with a record batch for each range, in order. Each row of a batch is a
+A client's question is a JSON object with the client's media settings. The question is the body of an action, or the
+Flight ticket of DoGet. The action `look` asks for the ticket of the medium `ref`. The question of DoGet has `ranges`, a
+list of `[ticket word, start, stop]`. The answer has a record batch for each range, in order. Each row of a batch is a
 patch. An error carries the name of its kind, so that the client raises the same kind.
 """
 

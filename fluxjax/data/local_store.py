@@ -27,8 +27,8 @@ from .media_cache import SLICE_BYTES, Recent, Slices
 from .tickets import MediaRef, StaleTicket, Ticket, check_ref, normalised, parsed, read_ref
 
 GIB = 1 << 30
-DECODE_SECONDS = 60.0  # the most time that a process may take to decode a file
-DECODE_MEMORY_GIB = 8.0  # the most memory that a process may take to decode a file
+DECODE_SECONDS = 60.0  # seconds that a process may take to decode a file
+DECODE_MEMORY_GIB = 8.0  # memory that a process may take to decode a file
 KNOWN = 1 << 18  # files whose content hash and decoding result are remembered
 
 

@@ -130,7 +130,7 @@ def stamp_of(path: str) -> str:
 
 def version_of(path: str) -> str:
     """Returns the version of a file: its size, and a version name or a time of change. Files of equal size have equal
-    versions if their server reports neither name nor time. Raises OSError."""
+    versions if their server reports no version name and no time. Raises OSError."""
     if not is_url(path):
         return stamp_of(path)
     info = _asked("info", path)

@@ -43,7 +43,7 @@ class _KnownMedium:
 
 
 class MediaIndex:
-    """Sizes and verdicts of media, by kind, path and cell. Thread-safe."""
+    """Sizes and verdicts of media, by the kind, path and cell of a `MediaRef`. Thread-safe."""
 
     def __init__(self) -> None:
         self._media = Recent[_KnownMedium](KNOWN)
@@ -59,7 +59,7 @@ class MediaIndex:
         return ref_of(media) if known is None else MediaRef(kind, path, known.stamp, media.cell)
 
     def facts(self, ref: MediaRef) -> Facts | None:
-        """Returns the medium's size, or None if the index has no size of it."""
+        """Returns the medium's size, or None if the index does not have it."""
         return self._known(ref).facts
 
     def verdict(self, ref: MediaRef, settings: str) -> Verdict | None:

@@ -1,5 +1,5 @@
 """Prepares drawn prompts in all processes. Process 0 announces prompts with media while engines answer the prompts.
-Each other process tokenises and lays out the announced prompts at once, so that the next step begins earlier."""
+Each other process builds the model inputs of these prompts at once, so that the next step begins earlier."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class ToldPrompts:
 
 
 class ComingPrompts:
-    """Laid-out prompts that process 0 has announced to this process, at most the newest `most`. Each prompt is handed
-    out once."""
+    """Model inputs of prompts that process 0 has announced to this process. Only the newest `most` are kept. Each is
+    handed out once."""
 
     def __init__(self, source: Preparer, most: int) -> None:
         self._source, self._most = source, most

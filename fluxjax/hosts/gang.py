@@ -149,7 +149,7 @@ class Gang(Team):
 
     def orders(self) -> Iterator[Order]:
         """Yields the orders of process 0 to this process, up to `End`. Raises LinkError if a process fails, and
-        OrderError for anything except for an order."""
+        OrderError for anything that is not an order."""
         order: Order | None = None
         while not isinstance(order, End):
             with self.watch.waiting():
@@ -174,7 +174,7 @@ class Gang(Team):
                 if (theirs := self._value_of(process)) != mine:
                     self._links.fail(
                         f"process {process} would run another program than process 0 ({theirs} and {mine}): start all "
-                        "with the same command, release, and versions of JAX"
+                        "processes with the same command, release, and versions of JAX"
                     )
                     self._links.check()
         self.watch.agreed()

@@ -70,7 +70,7 @@ class Critic(Learner):
         ) -> tuple[Array, dict[str, Array]]:
             return value_loss(values_BT, batch)
 
-        self._value_loss = token_loss  # an attribute, because a new function would compile its programs again
+        self._value_loss = token_loss  # an attribute, because a new function in `restart` would compile programs again
         super().__init__(
             critic_config, value_model(policy), token_loss, mesh=mesh, links=links, materializer=materializer
         )

@@ -35,8 +35,7 @@ def logprobs_of(composition: Composition, gradients: Gradients, weights: Params)
 
 
 def shaped(batch: TrainBatch, config: Config, algorithm: RLAlgorithm) -> TrainBatch:
-    """Returns the batch with all fields that `PolicyTrainer` fills in, with meaningless values, for compiling a
-    program."""
+    """Returns the batch with meaningless values in all fields that `PolicyTrainer` fills in, to compile a program."""
     further = {
         "proximal_logprobs_BT": config.algorithm.updates > 1,
         "policy_log_ratios_BT": algorithm.response_ratios,

@@ -18,7 +18,7 @@ import numpy as np
 from ..base.types import Group, PreparedPrompt, Response, Reward, Sample, SavedState, State
 from ..config import ReplayConfig
 
-GROUPS = 256  # most groups in the buffer; the oldest groups are removed first
+GROUPS = 256  # groups in the buffer, at most; the oldest groups are removed first
 
 
 @dataclasses.dataclass

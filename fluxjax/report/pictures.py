@@ -17,8 +17,8 @@ from matplotlib.patches import Patch
 from ..base.statuses import MediumStage, Transition
 from ..base.timeline import Span, disjoint
 
-MOST_ROWS = 240  # the most media that are drawn; of more media, one in two, three and so on is drawn
-MOST_NAMED = 12  # the most preprocessors in the legend
+MOST_ROWS = 240  # media that are drawn, at most; of more media, one in two, three and so on is drawn
+MOST_NAMED = 12  # preprocessors in the legend, at most
 _PLACE_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf", "#7f7f7f")
 _SOURCE_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 _STAGE_COLOURS = {
@@ -126,9 +126,9 @@ class MediumBar:
 
 
 def bars_of(history: Iterable[Transition], end: float) -> list[MediumBar]:
-    """Returns the bars of a history up to `end`. Bars that began before the history are left out. A preprocessor that
-    has measured a medium counts as its holder until the preprocessor is lost. The history does not record dropped
-    media."""
+    """Returns the bars of a history up to `end`. Bars that began before the history are left out. The last
+    preprocessor that measured a medium counts as the medium's holder until the preprocessor is lost. The history does
+    not record dropped media."""
     rows: dict[Hashable, int] = {}
     looks: dict[Hashable, tuple[str, float]] = {}  # by medium: the preprocessor, and the start
     holds: dict[Hashable, tuple[str, float]] = {}
@@ -185,7 +185,7 @@ def media_picture(history: Sequence[Transition], end: float, file: pathlib.Path)
     bars = bars_of(history, end)
     rows = 1 + max((bar.row for bar in bars), default=0)
     every = -(-rows // MOST_ROWS)
-    # One random medium is drawn from each run of `every` media. Every n-th medium may belong to one preprocessor.
+    # Of `every` media in a row, one is chosen at random, because every n-th medium may belong to one preprocessor.
     chance = random.Random(0)
     chosen = {first + chance.randrange(every) for first in range(0, rows, every)}
     places = sorted({name for _, name, _, _ in history if name}, key=lambda name: (len(name), name))

@@ -20,10 +20,10 @@ from ..base.worker_pool import WorkerDied, WorkerError, WorkerPool, WorkerTimeou
 from ..config import RewardKindConfig
 from .named import Failing, FoundReward, RewardFailure, as_batch, as_reward, find_reward
 
-BATCH = 64  # the most responses in a call of a batched reward
+BATCH = 64  # responses in a call of a batched reward, at most
 BATCH_WAIT = 0.05  # seconds that a response waits for further responses of its batch
 _PING_SECONDS = 0.5  # seconds within which a loop answers if it is not blocked
-MEMORY_GIB = 4.0  # the most memory that a process of a user's reward may take beside its imports
+MEMORY_GIB = 4.0  # memory that a process of a user's reward may take beside its imports
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ class _Batch:
         self.completions: list[Completion] = []
         self.full = asyncio.Event()
         self.answers = asyncio.create_task(send(self))
-        # Reads the task's error, which asyncio would log if all calls of the batch were cancelled.
+        # Reads the task's error: asyncio would log an unread error if all calls of the batch were cancelled.
         self.answers.add_done_callback(lambda answers: answers.cancelled() or answers.exception())
 
 
@@ -199,7 +199,7 @@ def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> concurren
                 future.set_result(function(*arguments))
             except Exception as error:
                 future.set_exception(error)
-            except BaseException as error:  # such as SystemExit: else the call would seem to hang
+            except BaseException as error:  # such as SystemExit: otherwise the call would seem to hang
                 future.set_exception(_no_end(error))
 
     threading.Thread(target=work, name="reward", daemon=True).start()

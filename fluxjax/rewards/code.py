@@ -1,4 +1,4 @@
-"""Rewards of code by its tests; the code cannot reach the tests.
+"""Rewards code by tests that the code cannot reach.
 
 The code of a response runs in a sandbox. The tests run in a second sandbox, and call the code by sending plain data
 (`inside/driver.py`). The code sees neither the expected values nor the verdict's channel. Ending its process, printing
@@ -84,8 +84,8 @@ class CodeReward(BuiltIn):
     python: str = ""  # the interpreter of tests and code; empty: this process's interpreter
     packages: bool = False  # tests and code may import site packages; the interpreter then starts more slowly
     slots: int = positive(8)  # responses that are tested at a time
-    # Limits of a job. `time_limits` replaces the seconds and the processor time of `limits`. A program's expected
-    # output adds its size to `output`.
+    # Limits of a job. `time_limits` replaces the seconds and the processor time of `limits`. The size of a program's
+    # expected output is added to `limits.output`.
     limits: SandboxLimits = dataclasses.field(default_factory=SandboxLimits, metadata=_OBJECT)
     time_limits: TimeLimits = dataclasses.field(default_factory=TimeLimits, metadata=_OBJECT)
     seconds: float = positive(45.0)  # seconds for all inputs of a program; must be below the bound of kind `code`
@@ -296,7 +296,7 @@ def _task(answer: Any) -> CodeTask:
 
 def find_code(text: str, entry_point: str = "") -> str:
     """Returns the code of a response, without the indentation of its fence; all of the response if it has no fence.
-    Returns an empty text if fences have other languages only, or if the code is longer than `LONGEST_CODE`."""
+    Returns an empty text if all fences are of other languages, or if the code is longer than `LONGEST_CODE`."""
     found = [(language.lower(), _dedented(body, len(before))) for before, _, language, body in _FENCE.findall(text)]
     defines = re.compile(rf"^[ \t]*(?:async[ \t]+def|def|class)[ \t]+{re.escape(entry_point)}\b", re.MULTILINE)
     blocks = [block for block in found if block[0] in ("", *_LANGUAGES)]
@@ -311,7 +311,8 @@ def find_code(text: str, entry_point: str = "") -> str:
 
 
 def _dedented(body: str, columns: int) -> str:
-    """Removes a fence's indentation from lines (CommonMark 0.31, 4.5), at most that of the first line with text."""
+    """Removes the fence's `columns` of indentation from lines (CommonMark 0.31, 4.5), but no more than the first line
+    with text has."""
     first = re.search(r"^[ \t]*+(?=\S)", body, re.MULTILINE)
     columns = min(columns, len(first[0]) if first else 0)
     return re.sub(rf"^[ \t]{{1,{columns}}}", "", body, flags=re.MULTILINE) if columns else body

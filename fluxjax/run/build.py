@@ -166,7 +166,7 @@ def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decod
         if not processor.eos_ids:
             raise ConfigError(f"model.path: {path} names no end token (generation_config.json, eos_token_id)")
         if data.chat_template and not processor.chat_template:
-            raise ConfigError(f"data.chat_template: {path} has no chat template, or none that is the default one")
+            raise ConfigError(f"data.chat_template: {path} has no chat template, or several and no default")
         from ..sizing.model_sizes import model_sizes
 
         return model_sizes(config), processor

@@ -59,7 +59,7 @@ class RunState:
             self.replay = ReplayBuffer(self._parts.config.replay)
 
     def resume(self) -> int | None:
-        """Loads the checkpoint that `load` has loaded, or else the newest undamaged checkpoint. Returns the step, or
+        """Loads again the checkpoint that `load` loaded last, or else the newest undamaged one. Returns the step, or
         None without a checkpoint. A second load is needed because `fit` may have changed the run's steps and
         prompts."""
         step = self._parts.checkpoints.undamaged() if self.loaded is None else self.loaded

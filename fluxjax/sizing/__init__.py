@@ -1,1 +1,1 @@
-"""Computes a run's memory on each device before it runs, from its programs compiled without data, weights or GPUs."""
+"""Computes a run's memory on each device before the run, by compiling its programs without data, weights or GPUs."""

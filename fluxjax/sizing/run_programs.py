@@ -34,7 +34,8 @@ from .account import ENGINE, in_gib
 from .largest import largest_batch, longest_prompt
 from .schedule import CollectiveTraffic, traffic
 
-# Calls of kernels of attention, over packed rows or pages, as jax-triton (0.4: with `_ffi`), Mosaic and we name them.
+# Calls of attention kernels, over packed rows or pages. Mosaic, jax-triton (0.4: `_ffi`) and `sharding.mesh.launch` name
+# them.
 ATTENTION_CALLS = {
     "mosaic": re.compile(r'custom_call_target="mosaic_gpu\w*".*/hopper_\w+/'),
     "triton": re.compile(r'custom_call_target="triton_kernel_call(?:_ffi)?".*[/(](?:flash|paged)_kernels_\w+\)*/'),
@@ -53,7 +54,7 @@ class Compiled:
     traffic: Mapping[str, CollectiveTraffic]  # by kind of collective
     seconds: float  # seconds of compiling
     offloaded: float  # temporaries in the host's memory
-    # languages of the kernels of attention that the program launches (`ATTENTION_CALLS`); none: attention is portable
+    # names in `ATTENTION_CALLS` of the attention kernels that the program launches; none: its attention is portable JAX
     kernels: frozenset[str] = dataclasses.field(metadata={"static": True})
 
     @staticmethod
@@ -123,7 +124,7 @@ class RunShapes:
         if isinstance(config.sharding.strategy, ODC):
             raise ConfigError(
                 "sharding.strategy is odc, which makes a program of each layer; the pre-flight does not compile these: "
-                "try --config.sharding.strategy=flex_ulysses, which keeps as much of the weights and tokens on a device"
+                "try --config.sharding.strategy=flex_ulysses, which keeps as many weights and tokens on each device"
             )
         if config.sharding.devices not in (0, len(devices)):
             raise ConfigError(
@@ -177,23 +178,23 @@ class RunShapes:
             raise ConfigError(
                 f"servers.colocated: beside training's state, a server has {in_gib(share)} GiB of a device "
                 f"({SERVER_MEMORY:.0%}), and needs {in_gib(needed)} for its weights and one sequence; "
-                "give servers more devices (parallelism.degree) or training more (its state is cut over all)"
+                "give servers more devices (parallelism.degree) or training more (they share its state)"
             )
 
     @property
     def trained(self) -> float:
-        """The bytes on the fullest device of the weights that are trained."""
+        """The bytes of the trained weights on the fullest device."""
         return bytes_on_device(self.learner.trained(self.learner.params))
 
     @property
     def copies(self) -> float:
-        """The bytes on the fullest device of the weights that are cast for a step; 0 if microbatches read the master
+        """The bytes of a step's cast copies of weights on the fullest device; 0 if microbatches read the master
         weights."""
         gradients, params = self.learner.gradients, self.learner.params
         return bytes_on_device(gradients.copies(params)) if gradients.strategy.copied else 0.0
 
     def resident(self) -> dict[str, float]:
-        """Returns the bytes on the fullest device of all arrays that stay through a step, without caches, by kind."""
+        """Returns, by kind, the bytes of the arrays that stay on the fullest device through a step, without caches."""
         params, settings, critic = self.learner.params, self.config.algorithm, self.critic
         reference = params if settings.reference else self.learner.trained(params)  # else frozen weights are shared
         return {

@@ -1,7 +1,7 @@
-"""Qwen3-VL: the decoder of Qwen3, and a vision tower several of whose layers the decoder reads (DeepStack).
+"""Qwen3-VL: the decoder of Qwen3, and a vision tower. The decoder reads several of the tower's layers (DeepStack).
 
 Every layer of the tower attends within a frame pair. Patches also have learned positions: a square grid, resampled
-bilinearly to the rows and columns of each frame. The tower's layers are cut into stacks behind each layer whose
+bilinearly to the rows and columns of each frame. The tower's layers are cut into stacks after each layer whose
 features the decoder reads, so that a walk hands on only a hidden state.
 """
 
@@ -23,7 +23,7 @@ from ..qwen2_5_vl.modeling import NORM_EPS, PatchEmbed, PatchMerger, Qwen25VL, V
 def grid_taps(
     positions_P2: Int[Array, "P 2"], frame_segments_P: Int[Array, " P"], side: int
 ) -> tuple[Int[Array, "P 4"], Float[Array, "P 4"]]:
-    """The four entries of a grid `[side, side]`, row by row, between which a patch lies, and the weight of each. The
+    """The four entries of a grid `[side, side]` between which a patch lies (indices row by row), and their weights. The
     corners of a frame lie on the corners of the grid. Patches of padding (segment 0) get arbitrary entries."""
     begins_P = jnp.diff(frame_segments_P, prepend=frame_segments_P[:1]) != 0
     frame_P = jnp.cumsum(begins_P.astype(jnp.int32))

@@ -1,10 +1,10 @@
-"""Weights for SGLang's `/update_weights_from_tensor`: pickled with their bytes, or memory that SGLang opens.
+"""Weights for SGLang's `/update_weights_from_tensor`: pickled with their bytes, or in memory that SGLang opens.
 
-A flattened bucket is `{"flattened_tensor": bytes of all tensors as one uint8 tensor, "metadata": [one a tensor]}`
+A flattened bucket is `{"flattened_tensor": bytes of all tensors as one uint8 tensor, "metadata": [one per tensor]}`
 (`sglang.srt.weight_sync.tensor_bucket`). The trainer needs no PyTorch for such a bucket: the pickle that PyTorch would
 make is written opcode by opcode.
 
-PyTorch can hand over to another process of this host only memory of its own allocator. A shared bucket is therefore
+PyTorch shares only memory of its own allocator with other processes of this host. A shared bucket is therefore
 PyTorch's memory in this process, filled from JAX's arrays by DLPack, from device to device, so that no byte goes
 through the host. Servers open memory of a GPU by CUDA IPC, and memory of a CPU as PyTorch's shared memory, so that the
 route runs on any machine.
@@ -86,7 +86,7 @@ def _byte_tensor(data: bytes) -> bytes:
 
 
 def _saved(data: bytes) -> bytes:
-    """`torch.save` of a storage of bytes, in the older format, as storages are pickled: five pickles and the bytes."""
+    """`torch.save` of a byte storage, in the older format that pickles storages: five pickles, then the bytes."""
     place = [_text("storage"), _global("torch", "ByteStorage"), _text("0"), _text("cpu"), _integer(len(data))]
     reference = pickle.PROTO + b"\x02" + _tuple([*place, pickle.NONE]) + pickle.BINPERSID + pickle.STOP
     host = {"protocol_version": PROTOCOL, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}

@@ -9,8 +9,8 @@ A delta is lossless: XOR of the words of two versions, compressed by zstd. After
 in bfloat16: the XOR is zeros with a few bits between. A delta's folder has the layout of SGLang's `/pull_weights` (pull
 request 30367) and slime's disk deltas. Its index has the form of a checkpoint's index; the index's metadata name the
 base, which is the version before. A safetensors file has the compressed words of every changed tensor, and the xxh3 of
-every tensor of the version and of its `config.json`. Only these checksums show that the base is wrong, or that the name
-of a changed tensor is damaged, so that the tensor would stay unchanged.
+every tensor of the version and of its `config.json`. Only these checksums show a wrong base, or a damaged name of a
+changed tensor, which would leave the tensor unchanged.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from .published import Published, as_bytes, sweep
 DTYPES = {name: jnp.dtype(dtype) for dtype, name in NAMES.items()}
 ITEM = "params"  # name of the Orbax item in the folder of a whole version
 SUMS = "checksums.json"  # checksums of a whole version's tensors and configuration
-FULL_EVERY = 32  # most deltas after a whole version; a late host applies all of these deltas
+FULL_EVERY = 32  # deltas after a whole version, at most; a late host applies all of these deltas
 AT_ONCE = 4  # threads that apply deltas, each to one tensor
 PLACE = "fluxjax-pulled-"  # begins the name of a host's folder of copies; the source's name follows
 SOURCE = "source.txt"  # holds the path of the source
 KEPT = 2  # versions on a host: the last pulled, and the one before, which a server may still be reading
 
 
-FILE, CONFIG = "model-00001-of-00001.safetensors", "config.json"  # of a delta; of a checkpoint
+FILE, CONFIG = "model-00001-of-00001.safetensors", "config.json"  # a delta's tensors; a checkpoint's configuration
 FORMAT = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "xxh3-128"}
 LEVEL = 1  # level of zstd: the words of a small step are mostly zeros, and higher levels save little more
 
@@ -158,7 +158,7 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
     for folder, owners in ((local, us | {0}), (place, us)):
         folder.mkdir(0o700, parents=True, exist_ok=True)
         if why := _not_of(owners, folder):
-            raise PullError(f"{folder}: {why}, so that other users of this host can write there: remove it")
+            raise PullError(f"{folder}: {why}; other users of this host may be able to write there: remove it")
     place.chmod(0o700)  # `mkdir` leaves the permissions of an existing folder as they are
     with FileLock(place / "lock"):
         (place / SOURCE).write_text(str(source.absolute()))
@@ -244,7 +244,7 @@ def _write(folder: pathlib.Path, seed: pathlib.Path, deltas: Sequence[Delta]) ->
 
 
 def _after(tensors: Iterator[tuple[str, np.ndarray]], deltas: Sequence[Delta]) -> Iterator[np.ndarray]:
-    """The tensors with the deltas applied in order, some at a time in threads."""
+    """The tensors with the deltas applied in order. Threads apply the deltas to some tensors at the same time."""
 
     def updated(named: tuple[str, np.ndarray]) -> np.ndarray:
         name, tensor = named

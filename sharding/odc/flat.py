@@ -1,5 +1,4 @@
-"""Parameters as a parameter server holds them, in one flat row on each device for each unit, or for each layer of a
-unit.
+"""Parameters as a parameter server holds them: each device has a flat row for each unit, or for each layer of a unit.
 
 A unit is some weights of a stack of layers, fetched layer by layer, or weights outside all stacks, fetched at once. A
 row holds FSDP's slices of these weights, one after another. A fetch is therefore one transfer from each owner, and a
@@ -107,7 +106,7 @@ class ParameterRows:
         for unit, unit_rows in zip((self.units[number] for number in units), rows, strict=True):
             # [group, outer, size] -> [devices, size], where device `n` is member `n % group` of group `n // group`
             table = jnp.stack(unit_rows).reshape(self.group, self.outer, -1).swapaxes(0, 1).reshape(-1, unit.size)
-            # The transpose of a split joins the parts. The transpose of many slices would sum as many padded rows.
+            # The gradient of a split joins the parts. The gradient of many slices would sum as many padded rows.
             for piece, part in zip(unit.pieces, jax.lax.split(table, unit.sizes, axis=1), strict=True):
                 shards = part.reshape(piece.copies, piece.shards, -1).swapaxes(0, 1).reshape(piece.shards, -1)
                 shards = shards[:, : math.prod(piece.shard_shape)].reshape(piece.shards, *piece.shard_shape)

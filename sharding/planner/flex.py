@@ -2,11 +2,11 @@
 that all devices compute for equally long and little is sent.
 
 FlexUlysses has two objectives. First, the tokens of a device are within the memory limit, and the largest compute load
-is within `Limits.tolerance` of the smallest possible. If not both can be met, memory counts a hundred times. Second,
-among plans that reach the first objective equally well, traffic is little. A placement without any sharding is the plan
-if it reaches the first objective. Otherwise sequences descend the tree of device groups; then pairs of groups exchange
-sequences (`placement`). This takes milliseconds, and the placement is nearly always good. If it is not, a search
-(`search`) follows, and the best placement of all is the plan.
+is within `Limits.tolerance` of the smallest possible. If not both can be met, excess memory weighs a hundred times as
+much as excess compute. Second, among plans that reach the first objective equally well, traffic is little. A placement
+without any sharding is the plan if it reaches the first objective. Otherwise sequences descend the tree of device
+groups; then pairs of groups exchange sequences (`placement`). This takes milliseconds, and the placement is nearly
+always good. If it is not, a search (`search`) follows, and the best placement of all is the plan.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from .placement import Descent, Exchange, blocks, dealt, largest, score
 from .plan import Limits, Placement, PlanError, Problem, ShardPlan, pose
 from .search import redealt, search, top_degree
 
-TRIALS = 64  # pairs of groups that exchange, about 0.1 ms a pair; more pairs if devices are few or many
+TRIALS = 64  # pairs of groups that exchange, about 0.1 ms each; more pairs if devices are few or many
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # tried if a cost model can choose between the plans
 MANY = 128  # for more devices, `TRIALS` is not doubled, nothing is repaired, fewer tolerances are tried
 EIGHT, LITTLE = 8, 0.85  # traffic is little if it is at most LITTLE times the traffic of degree EIGHT for all sequences

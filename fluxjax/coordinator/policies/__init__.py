@@ -1,1 +1,1 @@
-"""Scheduling policies, which decide the next instructions, one in each file; and helpers of policies."""
+"""Scheduling policies, one in each file, and their helpers. A policy decides the next instructions."""

@@ -31,12 +31,12 @@ from .questions import Answer, Question
 if TYPE_CHECKING:
     import aiohttp
 
-_MOST_BYTES = 1 << 20  # most bytes of a reply
+_MOST_BYTES = 1 << 20  # bytes of a reply, at most
 _CONNECT_SECONDS = 10.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds between two tries; the pause doubles from the first to the longest
-_LONGEST_SHARED = 60.0  # most seconds for which a Retry-After holds back other questions
+_LONGEST_SHARED = 60.0  # seconds for which a Retry-After holds back other questions, at most
 _PASSING = frozenset({408, 425, 429})  # statuses below 500 after which another try may succeed
-_MOST_IMAGE_BYTES = 20 << 20  # most bytes of an image file; OpenAI takes no larger files
+_MOST_IMAGE_BYTES = 20 << 20  # bytes of an image file, at most; OpenAI takes no larger files
 _BEGINNINGS = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif"}
 
 
@@ -72,7 +72,7 @@ class ChatForm:
         content = choice["message"].get("content")
         if content is not None and not isinstance(content, str):
             raise TypeError("content is no text")
-        return Answer(content or "", choice.get("finish_reason") != "length")  # None: only thoughts
+        return Answer(content or "", choice.get("finish_reason") != "length")  # no content: only thoughts
 
 
 class GenerateForm:
@@ -103,7 +103,7 @@ class GenerateForm:
 def load_processor(folder: str) -> models.processing.Processor:
     """Returns the processor of a checkpoint folder. Raises ConfigError."""
     if not folder:
-        raise ConfigError("judge.tokenizer must be the folder of the judge's checkpoint where judge.api is 'generate'")
+        raise ConfigError("judge.tokenizer must be the folder of the judge's checkpoint if judge.api is 'generate'")
     try:
         return models.processing.Processor.load(folder)
     except (OSError, ValueError) as error:

@@ -21,7 +21,7 @@ from sglang.srt.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
 FORMAT = "data:application/x-fluxjax+json,"
-KEPT_BYTES = int(os.environ.get("FLUXJAX_MEDIA_BYTES", 1 << 30))  # most bytes of patches kept for further samples
+KEPT_BYTES = int(os.environ.get("FLUXJAX_MEDIA_BYTES", 1 << 30))  # bytes of patches kept for further samples, at most
 DTYPES = {"float32": torch.float32, "int32": torch.int32}
 
 
