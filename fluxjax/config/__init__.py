@@ -66,7 +66,7 @@ class Ulysses(Chosen):
     """Every sequence is spread over the same number of devices."""
 
     spreads: ClassVar[bool] = True
-    max_degree: int = power_of_two(0)  # the most devices of a sequence; 0: as many as devices and heads allow
+    max_degree: int = power_of_two(0)  # the most devices for one sequence; 0: as many as devices and heads allow
 
 
 @dataclasses.dataclass(slots=True)
