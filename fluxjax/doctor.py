@@ -1,12 +1,12 @@
-"""Finds what is wrong with a server beside the trainer, or with an installation and a configuration's data and rewards.
+"""Finds why a server and the trainer disagree, or what is wrong with an installation, or with data and rewards.
 
     python -m fluxjax.doctor --server http://127.0.0.1:30000 --model Qwen2.5-VL-3B-Instruct
     python -m fluxjax.doctor                                  the installation
-    python -m fluxjax.doctor --config=configs/vlm.py          and data and rewards; flags as of fluxjax.train
+    python -m fluxjax.doctor --config=configs/vlm.py          also data and rewards; takes fluxjax.train's flags
 
 With a server (SGLang, or rollout.serve), the trainer and the server get the same prompts of text, images, boxes and a
-video. The first part that differs, in the order of cause, is named with the likely fix: see docs/doctor.md. The
-trainer's model is computed here: JAX_PLATFORMS=cpu leaves the server's GPU alone. FLUXJAX_TOKEN is the server's token.
+video. Causes are checked before effects; the first part that differs is named, with the likely fix (docs/doctor.md).
+The trainer's part runs here: JAX_PLATFORMS=cpu leaves the server's GPU alone. FLUXJAX_TOKEN is the server's token.
 
 Each check prints a line: ok, differs, or cannot be asked, and why. Exit status: 0, 1 if something differs, 2 for
 arguments, a checkpoint or a server that can't be used.

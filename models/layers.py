@@ -175,7 +175,7 @@ FEW_ROWS = 48  # the most rows for which a CPU is faster with the weight as left
 def project(x: Array, matrix: nnx.Variable) -> Array:
     """Multiplies the last axes of `x` by the input axes of a weight (`WeightSpec.inputs`), and sums over them. All axes
     of rows are joined, which gives one product of two matrices. With several axes of rows, XLA on CPUs would also
-    transpose the activations for each weight's gradient, which takes half the time of the products."""
+    transpose the activations for each weight's gradient, which takes half as long as the products."""
     spec: WeightSpec = matrix.get_metadata("spec")
     weights, rows = matrix[...], x.shape[: x.ndim - spec.inputs]
     flat = x.reshape(math.prod(rows), -1)

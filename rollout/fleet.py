@@ -1,7 +1,7 @@
 """A fleet of rollout servers behind engines: routing, health, restarts, and proof that servers have their weights.
 
 Each engine is a *seat* of the fleet, with one or several servers. A request runs on the least loaded server of its
-seat. If a server dies, hangs or gives a wrong answer, its samples continue from their tokens on another server, of
+seat. If a server dies, hangs or gives a wrong answer, its samples keep their tokens and go on at another server, of
 another seat if need be. The fleet restarts servers that it started, and waits for other servers. A server that is back
 gets the seat's weights before it runs requests. The fleet works in a thread of its own, so that it outlives event
 loops.

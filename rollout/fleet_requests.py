@@ -186,7 +186,7 @@ class FleetJob:
             except Exception as error:
                 raise EngineError(f"request {request.rid!r} was lost: {type(error).__name__}: {error}") from error
             request = dataclasses.replace(request, prompt=dataclasses.replace(request.prompt, vision=pixels))
-        # Each event repeats all tokens so far. With about 32 events a sample, bytes grow linearly with the length.
+        # Each event repeats all tokens so far. With about 32 events for a sample, bytes grow linearly with the length.
         interval = max(fleet.options.interval, request.sampling.max_new_tokens // 32)
         return wire.request_body(request, rids, fleet.config, interval=interval)
 

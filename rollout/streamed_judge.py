@@ -20,7 +20,7 @@ from .streamed import StreamedModel, Work
 Result = TypeVar("Result")
 
 
-# `JaxEngine.between_turns`: has the engine, which owns the device, do the work, and returns the result.
+# `JaxEngine.between_turns`: the engine, which owns the device, does the work. Returns the result of the work.
 Turns: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
@@ -42,7 +42,7 @@ class _Asked:
 class StreamedJudge:
     """Answers calls from one event loop with `model`. Waiting calls that differ only in their prompts are computed
     together, since a pass takes as long for one prompt as for a few. `turns` runs each layer when the device is free
-    (`JaxEngine.between_turns`). With None, each layer runs immediately in the judge's thread. The judge computes for at
+    (`JaxEngine.between_turns`). If None, each layer runs immediately in the judge's thread. The judge computes for at
     most `share` of the time: after a layer of `s` seconds it waits `s * (1 - share) / share`, while the engine has its
     turns."""
 
@@ -85,7 +85,7 @@ class StreamedJudge:
     async def _ask(
         self, alike: Hashable, prompts: Sequence[Sequence[int]], start: Callable[[list[Sequence[int]]], Work[list]]
     ) -> list:
-        """Returns the answers to `prompts`. `start` makes work of all waiting prompts that have the same `alike`."""
+        """Returns the answers to `prompts`. `start` makes one `Work` of all waiting prompts that have this `alike`."""
         self.model.check("prompt", prompts)  # a bad prompt must not fail the batch of another call
         asked = _Asked(prompts)
         self._waiting.setdefault(alike, []).append(asked)

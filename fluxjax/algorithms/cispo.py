@@ -2,9 +2,9 @@
 
     -sg(w clip(r, 1 - clip_low, 1 + clip_high)) A_i log policy(o_t),     r = policy(o_t) / behaviour(o_t)
 
-The bound cuts the weight of a token, not its gradient. So rare tokens that change the course of reasoning are still
-learned, while PPO's clipping drops them. There is no lower bound (`clip_low` is 1). The paper gives no number for the
-upper bound; 5 is from ScaleRL (arXiv:2510.13786). Advantages are GRPO's; the loss is a mean over tokens.
+The bound cuts the weight of a token, not its gradient. Rare tokens that change the course of reasoning are therefore
+still learned, while PPO's clipping drops them. There is no lower bound (`clip_low` is 1). The paper gives no number for
+the upper bound; 5 is from ScaleRL (arXiv:2510.13786). Advantages are GRPO's; the loss is a mean over tokens.
 """
 
 import jax

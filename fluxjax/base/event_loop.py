@@ -23,7 +23,7 @@ def hear_signals(stops: list[Callable[[], None]], end: Callable[[int], None]) ->
     """Starts a thread that handles Ctrl-C and SIGTERM. At each signal, the thread pops a function from `stops` and
     calls it. If `stops` is empty, the thread calls `end` with the signal's number. Python's own handlers run in the
     main thread, which may compile for minutes or wait for other processes for ever. Only commands call `hear_signals`.
-    `take_signals` must follow `jax.distributed.initialize`, which takes SIGTERM."""
+    `jax.distributed.initialize` takes SIGTERM over: call `take_signals` again after it."""
     heard, pipe = os.pipe()
 
     def hear() -> None:

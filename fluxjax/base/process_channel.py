@@ -24,7 +24,7 @@ MAPPED_FROM = 4 << 20  # bytes; smaller arrays use the socket, because a process
 
 
 class WithArrays(NamedTuple):
-    """A result of msgpack's types, and arrays (uint8) that follow the result, one message each."""
+    """A result of msgpack's types, and arrays (uint8) that follow the result, each in its own message."""
 
     result: Any
     arrays: Sequence[np.ndarray]

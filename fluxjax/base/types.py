@@ -44,8 +44,7 @@ class Sample:
 
 
 class Columns(NamedTuple):
-    """The numbers of a group's responses that a step reads. They are side by side in memory, in contrast to response
-    objects."""
+    """The numbers that a step reads of a group's responses, side by side in memory, in contrast to response objects."""
 
     draw: int  # `Prompt.draw`
     numbers_G3: np.ndarray  # int64: `Response.sample`, number of tokens, newest version of a token (-1 without tokens)
@@ -76,7 +75,7 @@ class Group:
         return Columns.of(self.samples)
 
     def packed(self) -> "Group":
-        """Builds `columns` if all responses are packed (`Response.is_packed`), and returns the group itself."""
+        """Builds `columns` if every response has only its `data` (`Response.packed`), and returns the group itself."""
         if all(sample.response.is_packed for sample in self.samples):
             _ = self.columns
         return self

@@ -99,8 +99,8 @@ def _choices(lengths: Sequence[int], count: int, total: int, rows: int, longest:
 
 
 def _placed(sizes: np.ndarray, order: np.ndarray, room: np.ndarray) -> np.ndarray | None:
-    """Puts each piece, the longest first, into the row with the fewest sufficient free tokens. Returns the row of each
-    piece, or None if a piece fits no row."""
+    """Puts each piece, the longest first, into the row with the fewest free tokens among the rows that can hold the
+    piece. Returns the row of each piece, or None if a piece fits no row."""
     count = len(room)
     left = np.sort(room.astype(np.int64) * count + np.arange(count)).tolist()  # ascending by free tokens, then by row
     where: list[int] = []

@@ -2,8 +2,8 @@
 
 Each field declares its bound (`fluxjax.config.bounds`) and the comment that `--help` shows. This package imports
 nothing heavy, so that `--help` and errors are printed at once. Sections are mutable, since flags set fields after
-construction. A trainer settles its own copy, which then refuses assignments. Sections have slots, so that a
-configuration file cannot set a field that does not exist.
+construction. A trainer makes a copy of its own, which refuses assignments. Sections have slots, so that a configuration
+file cannot set a field that does not exist.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ class Ulysses(Chosen):
     """Every sequence is spread over the same number of devices."""
 
     spreads: ClassVar[bool] = True
-    max_degree: int = power_of_two(0)  # the most devices of a sequence; 0: as many as devices and heads allow
+    max_degree: int = power_of_two(0)  # the most devices for one sequence; 0: as many as devices and heads allow
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,7 +76,7 @@ class FlexUlysses(Ulysses):
 
 @dataclasses.dataclass(slots=True)
 class ODC(Ulysses):
-    """Each device computes sequences at its own pace. Sequences too long for one device come first, spread."""
+    """Each device computes sequences at its own pace. Sequences too long for one device are spread, and come first."""
 
     # True: parameters and gradients are spread over devices_per_host devices, and optimizer state over all devices.
     hybrid: bool = False
@@ -97,7 +97,7 @@ class Remat(enum.Enum):
     DOTS = "dots"  # the backward pass keeps a layer's input and products with weights, and computes the rest again
     LAYER = "layer"  # the backward pass keeps a layer's input
     OFFLOAD = "offload"  # the backward pass keeps a layer's input in the host's memory
-    AUTO = "auto"  # the first of these with which the pre-flight fits; without a pre-flight `none` (odc: `layer`)
+    AUTO = "auto"  # memory unknown or no pre-flight: `none`; else odc: `layer`; else the first of these that fits
 
 
 class Schedule(enum.Enum):
@@ -169,9 +169,10 @@ class RolloutConfig(Section):
     # The number of embedded engines. Each engine has its own devices if the host has enough. 0: an engine for every
     # parallelism.degree accelerators of the host; one engine on a CPU.
     engines: int = not_negative(0)
-    # If all responses of a group have equal rewards, in this field of the reward, other prompts replace it (DAPO).
+    # correct or value: other prompts replace a group whose responses do not differ in that field of the reward (DAPO).
     dynamic_sampling: DynamicSampling = DynamicSampling.OFF
-    max_num_gen_batches: int = not_negative(10)  # the most batches of prompts_per_step prompts for a step; 0: no bound
+    # The most prompts that are drawn for a step, in multiples of prompts_per_step. 0: no bound.
+    max_num_gen_batches: int = not_negative(10)
 
     @property
     def tempered(self) -> bool:
@@ -214,7 +215,7 @@ class ShardingConfig(Section):
 class PackingConfig(Section):
     # Tokens of a row. Under fsdp, a value of 1024 or more is a bound: rows are shorter if shorter rows save padding.
     tokens_per_row: int = positive(256)
-    # The most rows of a device in a microbatch under fsdp; else one row of tokens_per_row * rows_per_device tokens.
+    # fsdp: the most rows of a device in a microbatch. Others: one row, of tokens_per_row * rows_per_device tokens.
     rows_per_device: int = positive(16)
     patches_per_device: int = positive(4096)  # the most patches of a device in a microbatch
     share_prompts: bool = True  # compute a group's prompt once for all its responses
@@ -261,7 +262,7 @@ class DistributedConfig(Section):
 
 @dataclasses.dataclass(slots=True)
 class Config(Section):
-    """All settings of a run. `unread` are sections and fields that the configuration's command never reads."""
+    """All settings of a run. A subclass lists in `unread` the sections and fields that its command never reads."""
 
     unread: ClassVar[tuple[str, ...]] = ()
     # The name of the run.

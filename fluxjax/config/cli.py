@@ -145,7 +145,7 @@ def remarks(config: Config) -> list[str]:
     if importance.decoupled and config.algorithm.updates == 1:
         lines.append(
             "warning: algorithm.importance.decoupled clips around the policy at the start of the step, so with one "
-            "optimizer step a training step, as here, nothing is clipped; leave it off, or raise algorithm.minibatches "
+            "optimizer step in each training step, nothing is clipped; leave it off, or raise algorithm.minibatches "
             "or algorithm.epochs"
         )
     if _stale(config) and not _corrected(config) and _of_tokens(config):
@@ -210,7 +210,7 @@ def load(argv: Sequence[str], kind: type[C] = Config, default: str = DEFAULT_CON
         else:
             overrides.append((name.removeprefix("config."), value))
     config = read_file(selected, kind)
-    # Choices are set first, so that their fields exist, and given settings overrule settings of the algorithm.
+    # Choices are set first. Their fields then exist, and other flags overrule what the algorithm sets.
     for field, value in sorted(overrides, key=lambda override: override[0] not in _CHOICES):
         override(config, field, value)
     expand_home(config)

@@ -147,7 +147,7 @@ class ParallelismPlanner:
     """
 
     max_degree = MAX_DEGREE  # devices of a host, within which an engine stays
-    rise = 1.05  # multiple of the previous step's preemptions above which the degree doubles
+    rise = 1.05  # the degree doubles if preemptions are more than this many times those of the previous step
     calm = 4  # the degree halves after this many steps without preemptions
 
     def __init__(self, settings: ParallelismConfig, devices: int = 0, start: int = 0) -> None:

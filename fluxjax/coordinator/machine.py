@@ -198,7 +198,7 @@ class Coordinator:
         if len(event.prompts) > count:
             raise CoordinatorError(f"{len(event.prompts)} prompts were drawn, but only {count} were asked for")
         self.ledger.draw(event.prompts, event.skipped)
-        # A source may replace skipped prompts itself; if prompts and skips together are too few, the data has ended.
+        # The data has ended if prompts and skips together are too few. They may be more: a source may replace skips.
         self.exhausted = len(event.prompts) + len(event.skipped) < count
         if self.ledger.skipped_in_a_row >= self.settings.max_skipped_in_a_row:
             raise RunGivenUp(

@@ -102,11 +102,11 @@ class Gradients:
         self._background.shutdown(wait=False, cancel_futures=True)
 
     def on_mesh(self, params: Params) -> Params:
-        """Lays out parameters of another mesh on this mesh."""
+        """Moves parameters from another mesh to this mesh."""
         return self.strategy.shard(params)
 
     def bring(self, outcome: Outcome) -> Outcome:
-        """Lays out the outcome of `accumulate` on another mesh on this mesh."""
+        """Moves an outcome of `accumulate` from another mesh to this mesh."""
         grads, tally = outcome
         return self.strategy.shard_trained(grads), jax.device_put(tally, NamedSharding(self.mesh, P()))
 
@@ -132,7 +132,7 @@ class Gradients:
         First all devices compute together the microbatches without an owner. Then each device computes its own
         microbatches at its own pace (`sharding.odc`). Microbatches of other processes need only shapes. Raises
         ValueError without a microbatch, or if the devices do not divide a microbatch's rows. Raises
-        `sharding.odc.OdcError` for a device that fails alone, and DataError if pixels can't be fetched.
+        `sharding.odc.OdcError` if a device fails in its own microbatches, and DataError if pixels can't be fetched.
         """
         if not microbatches:
             raise ValueError("an optimizer step needs at least one microbatch")
@@ -244,7 +244,7 @@ class Gradients:
         if inputs.spread is not None and not set(inputs.spread.axes) <= set(self.mesh.axis_names):
             raise ValueError(
                 f"the batch is spread over axes {inputs.spread.axes}, the mesh has {self.mesh.axis_names}; make "
-                f"the mesh of ulysses and flex_ulysses with make_mesh({self.mesh.size}), without further replicas"
+                f"the mesh of ulysses and flex_ulysses with make_mesh({self.mesh.size})"
             )
         return self.strategy.place(self._read(batch))
 

@@ -46,8 +46,8 @@ class Runtime:
     timeline: Timeline = dataclasses.field(default_factory=Timeline)
     prepared: dataclasses.InitVar[Mapping[int, PreparedPrompt] | None] = None
     tick: float = 0.0  # the coordinator hears the time with every event, and every `tick` seconds; 0: never
-    # (degree) -> the new engines, awake, of `degree` devices each, as many as the devices make. They serve the oldest
-    # weights that any engine served before. No request runs during the call. None: the engines never change.
+    # (degree) -> the new engines, awake: as many engines of `degree` devices as fit. They serve the oldest weights that
+    # any engine served before. No request runs during the call. None: the engines never change.
     set_parallelism: Callable[[int], Awaitable[Sequence[Engine]]] | None = None
     colocated: bool = False  # engines sleep, without weights, from the trainer's computation until they get new weights
 
@@ -67,7 +67,7 @@ class Runtime:
         self._engine_error: EngineError | None = None  # an engine's last error: the cause if the coordinator gives up
         self._compiled = time.perf_counter()  # the end of the last compilation in the timeline
         self._reports: list[StepReport] = []  # of steps whose weights are not published yet
-        self._weights: dict[int, Mapping[str, Any]] = {}  # by version, from the coordinator's version on
+        self._weights: dict[int, Mapping[str, Any]] = {}  # by version: the coordinator's version and newer ones
 
     async def run(self) -> messages.Finish:
         """Runs until the coordinator is finished; may be called once. Raises what a collaborator raised, or
@@ -341,7 +341,7 @@ class Runtime:
             )
             await on_all([self.engines[n] for n in sorted(asleep)], lambda engine: engine.wake())
         self._asleep -= numbers
-        await self._tell_steps()  # before the next instruction: what observers do is still counted to this step
+        await self._tell_steps()  # before the next instruction, so that what observers do belongs to this step
         self._post(messages.WeightsPublished(order.version))
 
     async def _tell_steps(self) -> None:

@@ -38,8 +38,8 @@ class _SeenServer:
 
 
 class ServerWatch:
-    """Looks at servers in a thread of its own, from `start` to `stop`. `members`, called before each look, has servers
-    join and leave, and returns a line for each failure. Times are on the clock of the timeline."""
+    """Looks at servers in a thread of its own, from `start` to `stop`. `members`, called before each look, makes
+    servers join and leave, and returns a line for each failure. Times are on the clock of the timeline."""
 
     def __init__(
         self, servers: Callable[[], Sequence[ServerStatus]], members: Callable[[], Sequence[str]] = tuple
@@ -112,8 +112,8 @@ def _down(name: str, known: _SeenServer, now: float) -> Span:
 
 
 def first_line(reason: str) -> str:
-    """Returns the first line of a reason; if it ends with a colon, as before a log, with the last line of the
-    reason."""
+    """Returns the first line of a reason. If this line ends with a colon, as before a log, the last line of the reason
+    follows."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()] or ["no reason is known"]
     text = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
     return text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]}..."
@@ -123,7 +123,7 @@ def server_lanes(
     spans: Sequence[Span], busy: Mapping[str, Sequence[tuple[float, float]]], down: Sequence[Span]
 ) -> list[Span]:
     """Returns the spans with a lane for each server instead of each engine, since a request may move between servers.
-    `busy` has the times when each server ran samples; within the span of a rollout, these belong to the span's step."""
+    `busy` has the times when each server ran samples; times within the span of a rollout belong to the span's step."""
     if not spans:
         return []
     lanes = Timeline(keep_steps=len(spans))  # joins spans that overlap
@@ -146,9 +146,9 @@ def server_lanes(
 
 
 class ServerFile:
-    """Writes the servers of `agents` (with the addresses of their agents, or "") to `file`, and has servers join and
-    leave as the file changes. `agents` is kept up to date. `reachable` raises ConfigError for an address that weights
-    can't reach."""
+    """Writes `agents` (the servers' addresses, each with the address of its agent, or "") to `file`. Makes servers join
+    and leave as the file changes, and keeps `agents` up to date. `reachable` raises ConfigError for an address that
+    weights can't reach."""
 
     def __init__(
         self,

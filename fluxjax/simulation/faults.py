@@ -60,7 +60,7 @@ class FaultRates(Section):
     reward_hangs: float = within(0.0, "[0, 1]")  # probability that a reward never arrives: only a time-out ends it
 
     def validate(self, prefix: str = "") -> None:
-        """Raises `ConfigError`, naming the field behind `prefix`, for an impossible value."""
+        """Raises `ConfigError`, naming the field with `prefix` before it, for an impossible value."""
         check_fields(self, prefix)
         if (chance := self.lost + self.doubled + self.late) > 1:
             raise ConfigError(f"{prefix}lost + doubled + late is {chance:g}; probabilities must not be more than 1")

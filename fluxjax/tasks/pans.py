@@ -39,12 +39,12 @@ class PansRecipe:
     )
     photo_side: int = 160  # pixels of the shorter side, after scaling down
     size: int = 32  # pixels of the side of the square window
-    side: int = 32  # pixels of the side of the square clip; the window is enlarged to it
+    side: int = 32  # pixels of the side of the square clip; the window is enlarged to this size
     frames: int = 8
     fps: int = 8
     speeds: tuple[int, ...] = (2,)  # pixels a frame
-    min_contrast: float = 18.0  # standard deviation of the pixels over the clip
-    # least mean difference of pixels two apart, divided by the contrast: without differences, motion does not show
+    min_contrast: float = 18.0  # the least standard deviation of a clip's pixels
+    # the least mean difference of pixels two apart, divided by the clip's deviation: without it, no motion shows
     min_gradient: float = 0.25
     contrast: float = 55.0  # every clip is brought to this standard deviation, about mid-grey
     crf: int = 20

@@ -2,8 +2,8 @@
 
 FFmpeg decodes a cut-off file as a shorter video and reports no error. An incomplete last packet, or the damaged frames
 that follow from it, show the cut in every format. Matroska, FLV and IVF files declare their length; transport streams
-consist of packets of one size. Transport, program and bare streams declare no length, AVI files often a wrong length.
-Files of these formats look complete if they were cut between two packets.
+consist of packets of one size. Transport, program and bare streams declare no length, and AVI files often a wrong
+length: files of these four kinds look complete if they were cut between two packets.
 
 A decoder that begins in the middle of a stream must give the same frames as a decoder that began at the stream's start.
 A packet that the container marks as a key frame may give other frames, for three reasons. The mark may be wrong. A

@@ -21,8 +21,8 @@ from ..mesh import Tiling, launch, runs_triton
 chosen = functools.partial(runs_triton, multiple=8, most=256)
 
 BLOCK = 64  # entries of a sequence that the portable form reads at a time
-PARTS = 16  # the kernel cuts a sequence into at most so many parts
-LEAST_TILES = 4  # tiles of each part but the last, at least: the sums of a part take memory traffic, too
+PARTS = 16  # the kernel cuts a sequence into at most this many parts
+LEAST_TILES = 4  # each part but the last has at least this many tiles: the sums of a part take memory traffic, too
 MASKED = -1e30  # the score of an entry after the sequence's end
 
 
@@ -52,7 +52,7 @@ def _by_blocks(q: Array, k: Array, v: Array, pages: Array, length: Array, layer:
     """The running softmax (Milakov and Gimelshein, arXiv:1805.02867) over blocks of pages."""
     (B, N, H), (K, S) = q.shape, k.shape[2:4]
     width = min(max(BLOCK // S, 1), pages.shape[1])
-    # XLA would take the scores of a single block out of the loop below, and compute them twice.
+    # A second block is added to a single one, whose scores XLA would take out of the loop below and compute twice.
     spare = -pages.shape[1] % width if pages.shape[1] > width else width
     pages = jnp.pad(pages, ((0, 0), (0, spare)))
     q = q.reshape(B, K, N // K, H)
@@ -80,8 +80,8 @@ def _by_blocks(q: Array, k: Array, v: Array, pages: Array, length: Array, layer:
 
 
 def tiling_of(dtype: Any, head: int) -> Tiling:
-    """Returns the entries of the kernel's tile, and its numbers of warps and stages. With five stages in bfloat16, the
-    compiled kernel takes 72 KB of shared memory, and each GPU has at least 99 KB."""
+    """Returns the number of entries in a tile of the kernel, and the kernel's numbers of warps and stages. With five
+    stages in bfloat16, the compiled kernel takes 72 KB of shared memory, and each GPU has at least 99 KB."""
     narrow = head <= 128
     if jnp.dtype(dtype).itemsize == 4:
         return Tiling((32 if narrow else 16,), 4, 3)

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 
 Message = dict[str, str]
 
-_LINE = 1 << 16  # most bytes of a line
-MOST = 1 << 30  # most bytes of data after a line
+_LINE = 1 << 16  # the most bytes of a line
+MOST = 1 << 30  # the most bytes of data after a line
 _PARTS = 512  # the most buffers that one `sendmsg` sends; Linux takes 1,024
 _LAST_WORDS = 2.0  # seconds for which peers that read nothing may delay `tell_all`
 _SEND_BUFFER = 1 << 20  # bytes

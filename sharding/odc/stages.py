@@ -1,7 +1,7 @@
 """Cuts a model's loss into stages. Each layer, and each part between two stacks of layers, is a program.
 
 ODC stops between any two layers, to fetch weights and push gradients. The loss is traced once with complete weights
-(`Trace`). A `MarkingWalk` leaves one equation in the trace for each stack that the model walks. The equations between
+(`Trace`). A `MarkingWalk` puts one equation into the trace for each stack that the model walks. The equations between
 two stacks form another stage. ODC therefore computes the same operations as other strategies, for any model that walks
 its stacks with `Walk.scan`.
 
@@ -37,7 +37,7 @@ Run = Callable[..., Sequence[jax.Array]]
 class Stage:
     """`function(weights, inputs, layer)` computes a stage's outputs from complete weights (if `stacked`: of one layer).
     `weights` are the weights' indices among the leaves of the parameters. `active_in` and `active_out` are True for the
-    inputs and outputs that pass gradients, which are floats that may depend on weights."""
+    inputs and outputs that pass gradients: floats that may depend on weights."""
 
     name: str
     function: Callable[[Arrays, Arrays, Layer], list[jax.Array]]
@@ -124,7 +124,7 @@ _stack_of_layers.def_abstract_eval(lambda *_, stack: list(stack.results))
 
 
 class MarkingWalk(Walk):
-    """A walk with complete weights that leaves one equation for each stack in the trace, and runs no stack."""
+    """A walk with complete weights that puts one equation into the trace for each stack, and runs no stack."""
 
     def scan(
         self,
@@ -133,8 +133,8 @@ class MarkingWalk(Walk):
         step: Callable[[Any, PyTree, PyTree], tuple[PyTree, PyTree]],
         xs: PyTree = None,
     ) -> tuple[PyTree, PyTree]:
-        """Marks a stack in a `Trace`, without running the stack. Raises StageError if `step` returns something for
-        every layer, or a carry of other shapes."""
+        """Marks a stack in a `Trace`, without running the stack. Raises StageError if `step` returns outputs beside
+        the carry, or a carry of other shapes."""
         given, start = jax.tree.flatten(carry)
         bodies: dict[str, LayerBody] = {}
         inputs: list[Any] = []
@@ -148,7 +148,7 @@ class MarkingWalk(Walk):
             trace = _one_layer(graphdef, tree, step, carry, stacked)
             carried, rest = trace.results
             if jax.tree.leaves(rest):
-                raise StageError("a stack of layers that returns something for every layer can't be cut")
+                raise StageError("a stack whose layers return outputs beside the carry can't be cut into stages")
             if _shapes(carried) != _shapes(carry):
                 raise StageError(
                     f"a layer of a stack gets {_shapes(carry)} and hands on {_shapes(carried)}; they must be equal"

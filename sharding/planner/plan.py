@@ -4,7 +4,7 @@ Limits are the bounds of a plan; a Problem is one microbatch to place, in number
 place, `pose` raises PlanError, naming the sequence or field.
 
 Devices are numbered along the mesh in row-major order. A group of degree `p` is `p` consecutive devices beginning at a
-multiple of `p`, the product of the last `log2(p)` mesh axes. Any two groups are therefore disjoint or nested (FlexRL
+multiple of `p`: they lie along the last `log2(p)` mesh axes. Any two groups are therefore disjoint or nested (FlexRL
 section 3.3).
 """
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-GAMMA = 16.0  # the cost of traffic between hosts over the cost of traffic within a host
+GAMMA = 16.0  # traffic between hosts costs this many times as much as traffic within a host
 
 Placement = tuple[list[int], list[int]]  # degree and first device of every sequence
 
@@ -68,12 +68,12 @@ class ShardPlan:
 
     @property
     def balance(self) -> float:
-        """Largest over mean compute of a device; 1 is perfect."""
+        """The largest compute of a device divided by the mean; 1 is perfect."""
         return _peak(self.compute())
 
     @property
     def memory_ratio(self) -> float:
-        """Largest over mean tokens of a device."""
+        """The largest number of tokens of a device divided by the mean."""
         return _peak(self.memory())
 
     def over_devices(self, share: np.ndarray) -> np.ndarray:
@@ -127,8 +127,8 @@ class Deal(NamedTuple):
 
 @functools.lru_cache
 def deal_heads(num_heads: int, num_kv_heads: int, degree: int) -> Deal:
-    """The deal with the fewest query heads a device (compute), then the fewest KV heads (traffic). If `degree`
-    divides their number, KV heads are neither filled up nor copied. Zeros multiply the compute of attention by
+    """The deal with the fewest query heads on a device (compute), then the fewest KV heads (traffic). If `degree`
+    divides the number of KV heads, they are neither filled up nor copied. Filling up multiplies attention's compute by
     `local_queries * degree / num_heads`: 8 / 7 for 28 query heads, 4 KV heads and degree 8. Raises PlanError for a
     degree above the number of query heads, and ValueError for heads that are no multiple of the KV heads."""
     if num_heads % num_kv_heads:
@@ -154,7 +154,7 @@ class Limits:
     `num_heads`: query heads; no degree exceeds this number. 0: heads set no bound.
     `alpha`: the largest ratio of a device's tokens to the mean (FlexRL's alpha). More is accepted only if one sequence,
     or one block of `max_degree` devices, holds more even at the highest degree.
-    `tolerance`: accepted excess of the largest compute load over the smallest possible, for less traffic.
+    `tolerance`: for less traffic, the largest compute load may exceed the smallest possible by this share.
     `tokens_per_device`: the tokens of a device's buffer, padding of chunks included; never exceeded. 0: no bound.
     `tau`: degrees above `tau` leave a host, and their traffic counts `GAMMA` times (SplitCost).
     """
@@ -201,7 +201,7 @@ class Limits:
 class Problem:
     """One microbatch to place. `lengths_I` (int64) and `work_I` (float64) are tokens and work of each sequence. Under
     any plan, the largest compute of a device is at least `least_compute`, the largest number of tokens at least
-    `least_memory`. Planners aim at `compute_limit` and `memory_limit` as the most of a device."""
+    `least_memory`. Planners try to keep every device within `compute_limit` and `memory_limit`."""
 
     lengths_I: np.ndarray
     work_I: np.ndarray
@@ -299,7 +299,7 @@ def pose(
 
 def least_load(amounts_I: np.ndarray, num_devices: int, max_degree: int) -> float:
     """A lower bound of the largest load of a device under any plan: the mean, or more. Of the `k * blocks + 1` largest
-    sequences, some `k + 1` share one block of `max_degree` devices."""
+    sequences, at least `k + 1` share one block of `max_degree` devices."""
     if not len(amounts_I):
         return 0.0
     blocks = num_devices // max_degree

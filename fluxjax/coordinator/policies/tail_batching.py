@@ -26,8 +26,8 @@ from .rounds import Rounds, generate
 
 @dataclasses.dataclass(eq=False)
 class TailBatching(Rounds):
-    """Launches `prompts` times the needed prompts, and `responses` times the needed responses, in short rounds (the
-    paper's eta)."""
+    """In short rounds, launches `prompts` times the needed prompts, and `responses` times the needed responses. Both
+    factors are the paper's eta."""
 
     prompts: float | str = 2.0  # a text is a schedule, which the coordinator computes
     responses: float | str = 1.0
@@ -59,8 +59,8 @@ class TailBatching(Rounds):
         return self._round(coordinator)
 
     def _round(self, coordinator: Coordinator) -> Sequence[Instruction]:
-        """Returns the next instructions of the round. All prompts are drawn before any is launched, since timing
-        decides how far responses are when a draw ends."""
+        """Returns the next instructions of the round. All prompts are drawn before any is launched: otherwise timing
+        would decide how far responses are when a draw ends."""
         ledger, needed = coordinator.ledger, self._needed(coordinator)
         scored = self._count(coordinator, PromptStage.SCORED, PromptStage.TRAINING)
         complete = scored + self._count(coordinator, PromptStage.COMPLETE)
@@ -122,7 +122,7 @@ class TailBatching(Rounds):
         return coordinator.settings.prompts_per_step - len(self._joining & coordinator.ledger.entries.keys())
 
     def _count(self, coordinator: Coordinator, *stages: PromptStage) -> int:
-        """Returns the number of prompts at these stages that are not held."""
+        """Returns the number of prompts that are at these stages and are not held."""
         entries = coordinator.ledger.entries
         held = sum(draw in entries and entries[draw].stage in stages for draw in self.held)
         return coordinator.ledger.count(*stages) - held
