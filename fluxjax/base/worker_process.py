@@ -1,8 +1,8 @@
 """A process that calls a function for each argument that a run sends, within bounds of memory and time.
 
-`WorkerPool` starts the process as `python -m fluxjax.base.worker_process DESCRIPTOR`. DESCRIPTOR is a socket that
-connects the process with the pool. The process ignores SIGINT and SIGTERM, and ends with the run. The function's module
-may import JAX, but this file must not.
+`WorkerPool` starts the process as `python -m fluxjax.base.worker_process DESCRIPTOR`. DESCRIPTOR is the number
+of a socket that connects the process with the pool. The process ignores SIGINT and SIGTERM, and ends with the run. The
+function's module may import JAX, but this file must not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 from .errors import said
 from .process_channel import Channel, WithArrays
 
-GRACE = 10.0  # seconds after a job's bound at which the system ends this process if the run has not ended it
+GRACE = 10.0  # seconds beyond a job's time bound; then the system ends this process, unless the run has ended it
 FIRST_VICTIM = "500"  # added to this process's score; Linux kills the process with the highest score if memory runs out
 
 

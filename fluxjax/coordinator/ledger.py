@@ -145,7 +145,7 @@ class Ledger:
 
     @property
     def awaits_something(self) -> bool:
-        """True while an engine owes a response or the scorer a reward."""
+        """True while an engine owes a response, or the scorer owes a reward."""
         return bool(self._scoring or self._stages[PromptStage.RUNNING] or self._stages[PromptStage.STOPPING])
 
     # --- facts ----------------------------------------------------------------------------------
