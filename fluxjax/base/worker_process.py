@@ -101,8 +101,8 @@ def _end_when_closed(descriptor: int) -> None:
 
 
 def bound_memory(allowed: int) -> None:
-    """Bounds the address space to its present size plus `allowed` bytes, on systems with this bound. A crash leaves no
-    core file. If the machine's memory runs out, the system kills this process rather than the run."""
+    """Bounds the address space to its present size plus `allowed` bytes, if the system has this bound. A crash leaves
+    no core file. If the machine's memory runs out, the system kills this process rather than the run."""
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])

@@ -362,7 +362,7 @@ class Ledger:
     # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Returns the books as JSON. A prompt without all responses is saved as deferred, with the responses that have
+        """Returns the books as JSON. A prompt that lacks responses is saved as deferred, with the responses that have
         arrived. A group that is trained on is saved as scored: the resumed run computes its gradients again."""
         dropped = [[source, value, count] for (source, value), count in self.dropped.items()]
         return {name: getattr(self, name) for name in _COUNTS} | {

@@ -212,7 +212,7 @@ class ReadAhead(Generic[Item]):
             return list(self._queue)
 
     def _make_to(self, number: int) -> None:
-        """The caller holds the lock."""
+        """Lets threads make the items before `number`. The caller holds the lock."""
         if number > self._most:
             self._most = number
             self._changed.notify_all()

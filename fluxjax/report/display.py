@@ -195,7 +195,7 @@ def data_words(metrics: Mapping[str, float]) -> str:
 
 def reward_words(metrics: Mapping[str, float]) -> str:
     """Says how long rewards took, how many waited, which kinds were busy, and how many failed. Empty if only built-in
-    rules score."""
+    rules score, and no rule fails."""
     words = []
     if "rewards/seconds_median" in metrics:
         words.append(f"{metrics['rewards/seconds_median']:.2g} s, 95 % {metrics['rewards/seconds_p95']:.2g} s")

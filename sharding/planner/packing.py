@@ -77,7 +77,7 @@ def packed(
     lengths_I: np.ndarray, work_I: np.ndarray, share: list[int], count: int, room: int, by: Sequence[np.ndarray]
 ) -> Microbatches | None:
     """Packs a share into `count` microbatches, heaviest first. The amounts `by` are tried in order: microbatches are
-    made even in an amount until all of them fit. Returns None if they fit with no amount. With one microbatch for each
+    made even in an amount until all of them fit. Returns None if no amount makes them fit. With one microbatch for each
     sequence they always fit."""
 
     def order(members: list[int]) -> tuple[float, list[int]]:

@@ -1,4 +1,4 @@
-"""Lays a microbatch whose sequences are shared by several devices into its buffers.
+"""Lays into buffers a microbatch whose sequences are shared by several devices.
 
 Every device has one dense row of `T` tokens: its chunk of its group's stream (`planner.plan.Round`) in each round, one
 round after another. A round sees its part of the row as a view: `budget` columns (a static size) from a column that may

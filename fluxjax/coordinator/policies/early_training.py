@@ -99,7 +99,7 @@ def _progress(coordinator: Coordinator) -> float:
 class SpeculativeSync:
     """A helper that round policies consult when they would wait."""
 
-    confidence: float = 0.5  # least probability that the missing responses end while gradients are computed
+    confidence: float = 0.5  # training begins early if the missing responses end in time with at least this probability
     begun: int = dataclasses.field(default=0, init=False)  # times that training began early
     _next: float = dataclasses.field(default=0.0, init=False)  # time of the next prediction
 

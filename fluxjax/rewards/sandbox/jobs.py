@@ -40,7 +40,7 @@ class SandboxError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class SandboxLimits:
-    """The bounds of one job. A job that exceeds a bound is ended, and its outcome says so."""
+    """The bounds of one job. A job that exceeds a bound is ended, or its system call fails."""
 
     seconds: float = 10.0  # seconds of wall time
     cpu: float = 10.0  # seconds of CPU time of each process, rounded up
