@@ -45,7 +45,7 @@ def build(
     num_frames: int = 4,
 ) -> Processor:
     """A processor whose tokenizer covers `texts` and `words`. If `layout` is None, the processor takes text only; else
-    `layout` equals `PatchLayout.of(config.vision)` of the model. Only the token `<|endoftext|>` ends an answer."""
+    `layout` must equal `PatchLayout.of(config.vision)` of the model. Only the token `<|endoftext|>` ends an answer."""
     if layout is not None and layout.timed:
         texts = [*texts, TIMES]
     tokenizer = build_tokenizer(texts, words, marks=layout is not None)
