@@ -27,6 +27,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # Ctrl-C ends the process until the run handles signals: JAX's imports may lose a KeyboardInterrupt in a callback.
+    # Until the run handles signals, Ctrl-C ends the process: JAX's imports may lose a KeyboardInterrupt in a callback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))

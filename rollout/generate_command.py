@@ -150,7 +150,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that begins `stop`."""
+    """The length of the longest end of `text` with which `stop` begins."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 

@@ -63,8 +63,8 @@ class EngineArrays:
         return self._state.programs.decode.lower(self.params, self.cache, last_N, batch)
 
     def lowered(self, prompt: ModelInput, begun: Sequence[int] = ()) -> dict[str, jax.stages.Lowered]:
-        """The programs that need most memory, by name, not compiled yet. `prompt` is the longest prompt. `prefill`
-        takes as many copies of the prompt as fit a call, or the last chunk of a sequence if this chunk has more
+        """The programs that need the most memory, by name, not compiled yet. `prompt` is the longest prompt. `prefill`
+        takes as many copies of the prompt as one call may have, or the last chunk of a sequence if this chunk has more
         attention scores. `features` takes the largest group of frame pairs, if the vision tower computes by groups.
         `decode` takes all slots.
 

@@ -45,7 +45,7 @@ class RunningSample:
     index: int
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)  # the pages of its cache entries, in order
-    # Entries, in full pages, that chunks have written for this sample. The slot has the state behind these entries.
+    # The number of cache entries, in full pages, that chunks have written. The slot has the state after these entries.
     filled: int = 0
     place: Any = None
     aborted: bool = False
@@ -58,7 +58,7 @@ class RunningSample:
         return not (self.pages or self.ended or self.aborted)
 
     def forget_context(self) -> None:
-        """Drops a prefill that was computed behind pages of the prompt, because these pages were freed."""
+        """Drops a prefill that has read pages of the prompt, because these pages were freed."""
         if self.place is not None and self.place[1].skip:
             self.place = None
 
@@ -84,14 +84,14 @@ class Job:
     suspect: bool = False  # a turn that this job shared with other jobs failed
     pages: list[int] = dataclasses.field(default_factory=list)  # the prompt's full pages, while any sample has them
     filled: int = 0  # written entries of these pages; a multiple of a page
-    features: PromptFeatures | None = None  # features of its images and videos, between the chunks of its prompt
+    features: PromptFeatures | None = None  # features of its images and videos, kept between the chunks of its prompt
 
     @property
     def open(self) -> bool:
         return any(not sample.ended for sample in self.samples)
 
     def end_surplus(self) -> None:
-        """If as many samples as the request needs have ended, marks all others as aborted, for `reap`."""
+        """If as many samples as the request needs have ended, marks all other samples as aborted, for `reap`."""
         need = self.request.need
         if need and sum(sample.ended and not sample.aborted for sample in self.samples) >= need:
             for sample in self.samples:

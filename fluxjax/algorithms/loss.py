@@ -1,7 +1,7 @@
 """The terms of policy losses, and the weights that turn token losses into a step's mean.
 
 One term corrects for every difference between the policy that generated a token and the policy in training. Such
-differences come from stale weights, segments of several versions, replay, and an engine that rounds differently. In
+differences come from stale weights, responses of several versions, replay, and an engine that rounds differently. In
 every case, a behaviour policy sampled the tokens, each under a weight version. So each token has a weight (Flux,
 component 3)
 
@@ -9,7 +9,7 @@ component 3)
 
 The proximal policy is the trainer's at the start of the training step. If that step has one optimizer step,
 proximal log-probs are the policy's, as constants. Otherwise they are in `TrainBatch.proximal_logprobs_BT`.
-`lag` counts the versions (training steps) since the token's version; newer segments weigh more. C (`cfg.kind`)
+`lag` counts the versions (training steps) since the token's version; newer tokens weigh more. C (`cfg.kind`)
 is the identity, or `min(ratio, high)` (truncated importance sampling, Yao et al., "Your efficient RL framework secretly
 brings you off-policy RL training", 2025), or 0 outside [low, high] (IcePop, Ling team, 2025). At the level of
 sequences, each token has the geometric mean of its response's ratios (GSPO, arXiv:2507.18071, equation 7).
@@ -46,7 +46,7 @@ TALLIED = (*_SUMS, "staleness/lag_max")
 
 
 def response_weights(lengths: np.ndarray, aggregation: LossAggregation, max_new_tokens: int) -> np.ndarray:
-    """Returns, for each response `i` of a step, the loss weight of a token. Raises ValueError for no tokens.
+    """Returns, for each response `i` of a step, the loss weight of a token. Raises ValueError if there are no tokens.
 
     `lengths` are the numbers of tokens of all responses of the *entire* step. With N responses of lengths |o_i|:
 

@@ -1,8 +1,8 @@
 """A process that calls a function for each argument that a run sends, within bounds of memory and time.
 
-`WorkerPool` starts the process as `python -m fluxjax.base.worker_process DESCRIPTOR`. DESCRIPTOR is a socket that
-connects the process with the pool. The process ignores SIGINT and SIGTERM, and ends with the run. The function's module
-may import JAX, but this file must not.
+`WorkerPool` starts the process as `python -m fluxjax.base.worker_process DESCRIPTOR`. DESCRIPTOR is the number
+of a socket that connects the process with the pool. The process ignores SIGINT and SIGTERM, and ends with the run. The
+function's module may import JAX, but this file must not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 from .errors import said
 from .process_channel import Channel, WithArrays
 
-GRACE = 10.0  # seconds after a job's bound at which the system ends this process if the run has not ended it
+GRACE = 10.0  # seconds beyond a job's time bound; then the system ends this process, unless the run has ended it
 FIRST_VICTIM = "500"  # added to this process's score; Linux kills the process with the highest score if memory runs out
 
 
@@ -101,8 +101,8 @@ def _end_when_closed(descriptor: int) -> None:
 
 
 def bound_memory(allowed: int) -> None:
-    """Bounds the address space to its present size plus `allowed` bytes, on systems with this bound. A crash leaves no
-    core file. If the machine's memory runs out, the system kills this process rather than the run."""
+    """Bounds the address space to its present size plus `allowed` bytes, if the system has this bound. A crash leaves
+    no core file. If the machine's memory runs out, the system kills this process rather than the run."""
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])

@@ -274,7 +274,7 @@ def _train_batch(
     spread: Spread | None = None,
     chunk: int = 0,
 ) -> TrainBatch:
-    """The table of runs has `sizes["chunks"]` chunks a row, each of `chunk` tokens."""
+    """The table of runs (`sharding.kernels.runs`) has `sizes["chunks"]` chunks for each row, each of `chunk` tokens."""
     inputs: dict[str, Any] = {name: arrays[name] for name in arrays if name in PackedTokens.__dataclass_fields__}
     beside: dict[str, Any] = {name: arrays[name] for name in arrays if name not in inputs}
     packed = PackedTokens(**inputs, vision=vision, spread=spread)

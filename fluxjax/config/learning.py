@@ -18,7 +18,7 @@ from typing import Any
 from ..base.errors import ConfigError
 from .bounds import Chosen, Section, bounded, label, not_negative, pair, positive, power_of_two, scheduled, within
 
-MAX_DEGREE = 8  # the most devices of an engine, which are on one host
+MAX_DEGREE = 8  # the most devices of an engine; all of them are on one host
 PREFERENCES = ("stalest", "stratify", "curriculum", "diversity", "lengths")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DELTA_TARGETS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")  # of layers with Gated DeltaNet
@@ -122,7 +122,7 @@ class ParallelismConfig(Section):
 
     degree: int = power_of_two(1)  # devices of an engine, at the start
     # The smallest degree that may be chosen: an engine's devices must have room for weights and a cache. The degree is
-    # chosen anew each step, by preemptions. 0: the degree stays.
+    # chosen anew each step, by the number of preemptions. 0: the degree stays.
     min_degree: int = power_of_two(0)
     profile: str = ""  # file of `python benchmarks/engine_profile.py`, for the first degree; empty: none
 

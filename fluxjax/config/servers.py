@@ -126,7 +126,7 @@ class WeightsConfig(Section):
         if self.agents and len(self.agents) != len(servers.addresses):
             raise ConfigError(
                 f"weights.agents has {len(self.agents)} addresses, servers.addresses {len(servers.addresses)}; give "
-                "the agent of each server's host, in the servers' order (one agent does for all servers of a host)"
+                "the agent of each server's host, in the servers' order (one agent serves all servers of a host)"
             )
         if route is Route.ORBAX and engine is RolloutEngine.SGLANG and remote and not self.agents:
             raise ConfigError(

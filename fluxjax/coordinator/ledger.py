@@ -145,7 +145,7 @@ class Ledger:
 
     @property
     def awaits_something(self) -> bool:
-        """True while an engine owes a response or the scorer a reward."""
+        """True while an engine owes a response, or the scorer owes a reward."""
         return bool(self._scoring or self._stages[PromptStage.RUNNING] or self._stages[PromptStage.STOPPING])
 
     # --- facts ----------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ class Ledger:
     # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Returns the books as JSON. A prompt without all responses is saved as deferred, with the responses that have
+        """Returns the books as JSON. A prompt that lacks responses is saved as deferred, with the responses that have
         arrived. A group that is trained on is saved as scored: the resumed run computes its gradients again."""
         dropped = [[source, value, count] for (source, value), count in self.dropped.items()]
         return {name: getattr(self, name) for name in _COUNTS} | {

@@ -17,7 +17,7 @@ class Settings:
 
     steps: int  # training steps of the run
     prompts_per_step: int
-    group_size: int  # responses a prompt
+    group_size: int  # responses to each prompt
     engines: int = 1  # engines at the start
     degree: int = 1  # devices of each engine, at the start
     max_new_tokens: int = 0  # the most tokens of a response; 0: unknown
@@ -28,7 +28,7 @@ class Settings:
     max_attempts: int = 3  # generations of a prompt before it is given up
     # prompts in a row that can't be prepared, or have equal rewards, before the data counts as unusable
     max_skipped_in_a_row: int = 1000
-    # the most batches of `prompts_per_step` prompts for a step with dynamic sampling; 0: no bound
+    # With dynamic sampling, a step draws at most this many batches of `prompts_per_step` prompts. 0: no bound.
     max_num_gen_batches: int = 0
     dynamic_sampling_by: DynamicSampling = DynamicSampling.CORRECT
     # the reward's name for each source, for messages

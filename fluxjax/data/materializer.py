@@ -110,7 +110,7 @@ class Materializer:
             self._unread += 1
 
     def _seen(self, task: _Task) -> None:
-        """The caller holds the lock."""
+        """Counts the batch of a task as read, once. The caller holds the lock."""
         if task.batch is not None:
             self._unread = max(self._unread - 1, 0)
             for sibling in task.batch:

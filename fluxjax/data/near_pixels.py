@@ -46,13 +46,13 @@ class NearPixels:
         threading.Thread(target=self._fetch_ahead, name="near-pixels", daemon=True).start()
 
     def expect(self, rows: Sequence[Rows]) -> None:
-        """Says that these rows will be requested next, after rows that were expected earlier. Does not block."""
+        """Announces that these rows will be requested next, after rows that were announced earlier. Does not block."""
         with self._changed:
             self._expected.update((ticket_rows.ticket, ticket_rows) for ticket_rows in rows)
             self._changed.notify_all()
 
     def pass_by(self, rows: Sequence[Rows]) -> None:
-        """Says that these rows are no longer expected. Does not block."""
+        """Announces that these rows are no longer expected. Does not block."""
         with self._changed:
             for ticket_rows in rows:
                 self._expected.pop(ticket_rows.ticket, None)

@@ -154,7 +154,7 @@ def _refused_undecoded(
 
 
 class ReadAhead(Generic[Item]):
-    """The items `first`, `first + 1` and so on, which threads make up to `ahead` items beyond the last item taken.
+    """Items with the numbers `first`, `first + 1` and so on. Threads make items until `ahead` items wait to be taken.
 
     `take` wakes threads for further items only after collecting its own items. Threads that are woken earlier would
     compete with the caller for the interpreter's lock.
@@ -177,7 +177,7 @@ class ReadAhead(Generic[Item]):
         self._begun = first  # the first item that no thread has begun
         self._taken = first  # the first item that `take` has not returned
         self._most = first + ahead  # the first item that threads may not begin yet
-        self._made: dict[int, Item | Exception] = {}  # items that are made before an earlier item
+        self._made: dict[int, Item | Exception] = {}  # finished items that wait for an earlier item
         self._queue: collections.deque[Item] = collections.deque()
         self._failed: Exception | None = None  # the error of the item after the queue
         self._closed = False
@@ -212,7 +212,7 @@ class ReadAhead(Generic[Item]):
             return list(self._queue)
 
     def _make_to(self, number: int) -> None:
-        """The caller holds the lock."""
+        """Lets threads make the items before `number`. The caller holds the lock."""
         if number > self._most:
             self._most = number
             self._changed.notify_all()

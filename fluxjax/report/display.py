@@ -30,7 +30,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SECONDS = 5.0
 _PLAIN_HOSTS_SECONDS = 60.0
 _NAMES = ("process", "host", "server", "preprocessor")  # columns with texts on the left
-MOST = 16  # the most processes that are shown: the slowest ones
+MOST = 16  # at most this many processes are shown, the slowest ones
 _BUSY = "rewards/busy/"
 _NOTABLE = 0.5  # the least share of busy slots at which a kind of reward is shown
 
@@ -98,7 +98,7 @@ class Display:
         self._servers, self._hosts, self._preprocessors = servers, hosts, preprocessors
 
     def _drawn(self) -> Group:
-        """Returns the panel, with present tables of statuses and the last step's table. A thread of `Live` calls
+        """Returns the panel, with current tables of statuses and the last step's table. A thread of `Live` calls
         `_drawn` several times a second."""
         tables = host_table(self._hosts()), preprocessor_table(self._preprocessors()), server_table(self._servers())
         return Group(self._progress, *self._step_tables, *chain.from_iterable(tables))
@@ -195,7 +195,7 @@ def data_words(metrics: Mapping[str, float]) -> str:
 
 def reward_words(metrics: Mapping[str, float]) -> str:
     """Says how long rewards took, how many waited, which kinds were busy, and how many failed. Empty if only built-in
-    rules score."""
+    rules score, and no rule fails."""
     words = []
     if "rewards/seconds_median" in metrics:
         words.append(f"{metrics['rewards/seconds_median']:.2g} s, 95 % {metrics['rewards/seconds_p95']:.2g} s")
@@ -209,8 +209,8 @@ def reward_words(metrics: Mapping[str, float]) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[Table]:
-    """Returns a list with a table, empty without rows. A row has a cell for each column, and a last cell for words that
-    may be cut."""
+    """Returns a list of one table, or an empty list if there are no rows. A row has a cell for each column, and a last
+    cell for words that may be cut."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
         table.add_column(column, justify="left" if column in _NAMES else "right", no_wrap=True)

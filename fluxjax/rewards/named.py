@@ -114,7 +114,7 @@ class BuiltIn:
         check_fields(self, f"{self.name}.")
 
     def take_counts(self) -> dict[str, float]:
-        """Returns the counts since the last call, by the names of metrics behind `rewards/`."""
+        """Returns the counts since the last call, by the metrics' names without `rewards/`."""
         counts = {f"{self.name}/{name}": float(self._counts[name]) for name in self.counted}
         self._counts.clear()
         return counts

@@ -29,12 +29,12 @@ log = logging.getLogger("fluxjax.rewards")
 
 _KEPT = 65_536  # the number of prompts for which the scorer remembers progress; far fewer are in flight
 _LOOKED_AT = 500  # answers of a source that are read before a run begins
-_CLOSING_SECONDS = 5.0  # most seconds for a reward's `close`
+_CLOSING_SECONDS = 5.0  # seconds that a reward's `close` may take
 _HERE = ("math", "format", "code", "judge")  # kinds of rewards that this process always calls
 _LOGGED = 5  # failures of one reward that are logged one by one
 _WINDOW = 1000  # last responses over which the share of failures is computed
 _REASONS = 32  # reasons that are counted one by one; further reasons are counted together
-_LENGTH = 200  # most characters of a reason
+_LENGTH = 200  # characters after which a reason is cut off
 
 
 @dataclasses.dataclass(eq=False)
@@ -117,8 +117,8 @@ class WeightedSum:
         return any(reward.caller is not None for reward in self.rewards.values())
 
     async def score(self, completion: Completion, progress: float) -> Reward:
-        """Returns the sum of a completion's rewards, weighted as at `progress` (in [0, 1]). Its parts have no
-        weights."""
+        """Returns the sum of a completion's rewards, weighted as at `progress` (in [0, 1]). `parts` has the
+        unweighted values."""
         if not self.weights:
             (reward,) = self.rewards.values()
             return await reward.score(completion)

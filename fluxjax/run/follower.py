@@ -38,7 +38,7 @@ from .build import describe_model, training_prompts
 from .parts import assemble, serve_engines, settled
 
 log = logging.getLogger(__name__)
-_REMEMBERED = 4  # steps whose announced prompts stay laid out for training
+_REMEMBERED = 4  # steps; model inputs are kept for as many announced prompts as these steps need
 
 
 class Follower:
@@ -136,7 +136,7 @@ def follow(gang: Team, algorithm: object) -> None:
     orders = gang.orders()
     start = next(orders)
     if not isinstance(start, Start):
-        raise OrderError(f"process 0 begins with {start.name}; run one release in all processes")
+        raise OrderError(f"process 0 begins with {start.name}, not with start; run the same release in all processes")
     run_dir = pathlib.Path(start.run_dir)
     if not run_dir.is_dir():
         raise ConfigError(f"run_dir must be on a file system that all hosts share: there is no {run_dir} on this host")

@@ -32,7 +32,7 @@ _PROMPTS, _ORDER, _SAMPLES = range(3)
 @dataclasses.dataclass(frozen=True)
 class Samples:
     """The samples of one attempt at a prompt: their numbers of tokens, whether they are right, and the seconds for
-    which a sandbox would run (0 for other tasks)."""
+    which a sandbox would run (0 for tasks without a sandbox)."""
 
     lengths: list[int]
     correct: list[bool]

@@ -53,7 +53,7 @@ def show(verdict: Verdict, title: str, console: Console) -> None:
     console.print(memory)
     console.print("; ".join(f"{phase}: {_MEANING[phase]}" for phase in phases) + ".", style="dim")
 
-    sent = Table(title="collectives of one run of a program, a device", title_justify="left")
+    sent = Table(title="collectives of one run of a program, as one device sees them", title_justify="left")
     for column in ("program", "kind", "count", "GB", "exposed", "GB exposed"):
         sent.add_column(column, justify="left" if column in ("program", "kind") else "right")
     for program, compiled in verdict.programs.items():
@@ -64,7 +64,7 @@ def show(verdict: Verdict, title: str, console: Console) -> None:
         sent.add_section()
     console.print(sent)
     console.print(
-        "Exposed: the compiled schedule has no computation that takes as long between start and end.", style="dim"
+        "Exposed: in the compiled schedule, no work that takes as long runs beside the collective.", style="dim"
     )
     for line in _conclusions(verdict):
         console.print(line, highlight=False, soft_wrap=True)
@@ -76,7 +76,7 @@ def _conclusions(verdict: Verdict) -> list[str]:
         few = verdict.compiled_layers
         lines.append(
             f"EXTRAPOLATED: {few} and {2 * few} layers were compiled; temporaries and collectives of "
-            f"{verdict.layers} lie on the straight line through both. Without --layers all are compiled."
+            f"{verdict.layers} layers are extrapolated in a straight line. Without --layers, all layers are compiled."
         )
     lines.append(
         f"While weights are loaded, a process takes up to {verdict.host / GIB:.1f} GiB of host memory (the largest "
@@ -90,8 +90,8 @@ def _conclusions(verdict: Verdict) -> list[str]:
     if verdict.offloaded:
         lines.append(f"Of each device's activations, {verdict.offloaded / GIB:.1f} GiB lie in the host's memory.")
     lines.append(
-        f"The largest row that fits: {verdict.largest_row} tokens (packing.tokens_per_row is {verdict.row}; on the "
-        f"straight line through that and {2 * verdict.row})."
+        f"The largest row that fits: {verdict.largest_row} tokens (packing.tokens_per_row is {verdict.row}; "
+        f"extrapolated in a straight line from rows of {verdict.row} and {2 * verdict.row} tokens)."
         if verdict.largest_row
         else "No row fits, however short."
     )

@@ -3,7 +3,7 @@
 The permutation, the 2-D positions, and the segments of frames and of windows are computed on the host, with numpy, so
 that windows are contiguous in the model. Raster order is that of the Hugging Face processors: media in order, frame
 pairs in time, then merge blocks row by row, then the `merge ** 2` patches of a block row by row. This file needs no
-JAX, as processes that only decode media use it.
+JAX, because processes that only decode media use it.
 
 Frames are resized bicubically, bit for bit as torchvision resizes the videos of the published processors. Pillow, which
 resizes images (`images.py`), quantises the weights of the same antialiased kernel differently; about 0.3 % of a video's

@@ -44,8 +44,8 @@ def build(
     max_pixels: int = 128 * 128,
     num_frames: int = 4,
 ) -> Processor:
-    """A processor whose tokenizer covers `texts` and `words`; for text only if `layout` is None. `layout` must equal
-    `PatchLayout.of(config.vision)` of the model. `<|endoftext|>` is the only token that ends an answer."""
+    """A processor whose tokenizer covers `texts` and `words`. If `layout` is None, the processor takes text only; else
+    `layout` must equal `PatchLayout.of(config.vision)` of the model. Only the token `<|endoftext|>` ends an answer."""
     if layout is not None and layout.timed:
         texts = [*texts, TIMES]
     tokenizer = build_tokenizer(texts, words, marks=layout is not None)

@@ -1,4 +1,4 @@
-"""The Triton kernel of attention over pages for one new token of each sequence, which `paged` launches.
+"""The Triton kernel that `paged` launches: attention over pages for one new token of each sequence.
 
 A program computes the query heads of one KV head over one part of one sequence. The part has tiles of `KEYS` entries
 (tokens of the cache), whose pages `pages` names. Products accumulate in float32. The running softmax is to base 2.

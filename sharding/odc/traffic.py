@@ -264,9 +264,9 @@ class Traffic:
         for part, bits in ((self._number, 24), (kind, 1), (client, 10), (owner, 10), (count, 18)):
             if part >> bits:
                 raise ValueError(
-                    f"no key is left for {len(self._devices)} devices, minibatch {self._number}, transfer {count} of a "
-                    "device: at most 1,024 devices, 16 million minibatches and 262,144 transfers of a device in each "
-                    "are possible"
+                    f"no name is left for transfer {count} of a device in minibatch {self._number} on "
+                    f"{len(self._devices)} devices: at most 1,024 devices, 16 million minibatches and 262,144 "
+                    "transfers of a device in each minibatch are possible"
                 )
             name = name << bits | part
         return name

@@ -31,8 +31,8 @@ def lb_mini(lengths_I: np.ndarray, work_I: np.ndarray, num_devices: int, room: i
     if room and lengths_I.max(initial=0) > room:
         worst = int(lengths_I.argmax())
         raise PlanError(
-            f"sequence {worst} has {lengths_I[worst]} tokens, but a microbatch holds limits.tokens_per_device = "
-            f"{room}: raise this limit, shorten the sequence, or use a strategy that spreads sequences over devices"
+            f"sequence {worst} has {lengths_I[worst]} tokens, but a microbatch holds at most {room}: raise "
+            "this limit, shorten the sequence, or use a strategy that spreads sequences over devices"
         )
     starts = karmarkar_karp(work_I, num_devices), longest_first(work_I, num_devices), as_many_each(work_I, num_devices)
     dealt = [swapped(work_I, bins, num_devices) for bins in starts]
@@ -47,7 +47,7 @@ def lb_mini(lengths_I: np.ndarray, work_I: np.ndarray, num_devices: int, room: i
 
 
 def busiest(devices: Sequence[Microbatches], work_I: np.ndarray) -> float:
-    """The work of the device that has the most, in the unit of `work_I`."""
+    """The work of the device that has the most work, in the unit of `work_I`."""
     work = work_I.tolist()
     table = np.zeros((len(devices), max(map(len, devices), default=0)))
     for device, microbatches in enumerate(devices):
@@ -77,7 +77,7 @@ def packed(
     lengths_I: np.ndarray, work_I: np.ndarray, share: list[int], count: int, room: int, by: Sequence[np.ndarray]
 ) -> Microbatches | None:
     """Packs a share into `count` microbatches, heaviest first. The amounts `by` are tried in order: microbatches are
-    made even in an amount until all of them fit. Returns None if they fit with no amount. With one microbatch for each
+    made even in an amount until all of them fit. Returns None if no amount makes them fit. With one microbatch for each
     sequence they always fit."""
 
     def order(members: list[int]) -> tuple[float, list[int]]:

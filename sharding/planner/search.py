@@ -17,7 +17,7 @@ from .plan import Placement, Problem
 STARTS = ((0.001, 0.997), (0.1, 0.997), (0.4, 0.997), (1.0, 0.997), (1.0, 0.999), (0.4, 0.999))
 WIDTH = 64  # partial placements (ways) that a beam keeps, at most
 BLOCK = 64  # devices that are searched together
-RUNGS = ((1024, 32), (10240, 64))  # ways times devices of all beams, then rounds of repair of the best two
+RUNGS = ((1024, 32), (10240, 64))  # (ways times devices of all beams, rounds of repair of the two best placements)
 ALLOWED = (1.0, 1.005, 1.01, 1.02, 1.03, 1.04, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5)  # factors on the compute limit
 DEALS = 24  # rounds of repair for each factor of `ALLOWED`
 EPS = 1e-9

@@ -1,8 +1,8 @@
-"""Lays a microbatch whose sequences are shared by several devices into its buffers.
+"""Lays into buffers a microbatch whose sequences are shared by several devices.
 
-Every device has one dense row of `T` tokens: its chunk of a stream in each round, one round after another. A round
-sees its part of the row as a view: `budget` columns (a static size) from a column that may differ on each device. So
-MLPs compute no padding except the end of the row, whatever the sum of the rounds' budgets.
+Every device has one dense row of `T` tokens: its chunk of its group's stream (`planner.plan.Round`) in each round, one
+round after another. A round sees its part of the row as a view: `budget` columns (a static size) from a column that may
+differ on each device. So MLPs compute no padding except the end of the row, whatever the sum of the rounds' budgets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .shapes import Sizes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """The part of a shard plan that the devices need. Arrays have one row a device, like the token buffer.
+    """The part of a shard plan that the devices need. Arrays have one row for each device, like the token buffer.
 
     `starts_BJ` and `counts_BJ`: round `j` has the columns `[start, start + count)`; 0 tokens if a device has no part in
     the round. Since `start + budget` may exceed T, a view begins at `min(start, T - budget)`; the round's columns may
@@ -101,7 +101,7 @@ class Layout:
 
 
 class SizedLayout:
-    """A layout in buffers of given sizes: `columns` tokens a device, `rounds` as in `Spread`, and `cells`,
+    """A layout in buffers of given sizes: `columns` tokens on each device, `rounds` as in `Spread`, and `cells`,
     `device * columns + column` of every token."""
 
     def __init__(self, layout: Layout, sizes: Sizes) -> None:

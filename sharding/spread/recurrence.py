@@ -23,11 +23,11 @@ from .ulysses import HeadMixer, View, bare_views, mixed, to_devices
 
 
 def spread_delta(spread: Spread, heads: DeltaHeads, columns: int) -> Callable[[DeltaInputs], Float[Array, "1 T V J"]]:
-    """Returns `recur(inputs) -> out_BTVJ` for a spread batch, which has one row of `columns` tokens a device; see
-    `spread_attention`. Outputs are float32, and zero at padding. Raises ValueError for a batch without tables of runs;
-    `recur` raises PlanError for a degree above the number of value heads."""
+    """Returns `recur(inputs) -> out_BTVJ` for a spread batch, which has one row of `columns` tokens on each device;
+    see `spread_attention`. Outputs are float32, and zero at padding. Raises ValueError for a batch without tables of
+    runs; `recur` raises PlanError for a degree above the number of value heads."""
     if len(spread.runs) != len(spread.rounds):
-        raise ValueError("a model with Gated DeltaNet needs the runs of its streams: see Spread.runs")
+        raise ValueError("a model with Gated DeltaNet needs the tables of runs of its streams: see Spread.runs")
     bare = zip(bare_views(spread, columns), spread.runs, strict=True)
     views = tuple(dataclasses.replace(view, table=runs) for view, runs in bare)
     mixer = SpreadStates(heads.value_heads, heads.key_heads, heads.key_size)

@@ -26,14 +26,14 @@ from ..ledger import Entry, PromptStage
 from ..machine import Coordinator
 from ..messages import Accumulate, Instruction, Lend, response_id
 
-_LOOKS = 16  # predictions made in the time that the gradients take; a prediction costs work for many responses
+_LOOKS = 16  # predictions made in the time that the gradients take; each prediction looks at all running responses
 
 
 @dataclasses.dataclass(eq=False)
 class StreamTrainer:
     """A helper that round policies consult when they would wait. `lent` and `refused` are for displays."""
 
-    chunk: int = 0  # groups a portion; 0: an eighth of a step
+    chunk: int = 0  # groups of a portion; 0: an eighth of a step
     first: float = 0.2  # share of a round's ended responses at which lending is first considered
     last: float = 0.5  # share at which lending is last considered
     every: float = 0.05  # share between two milestones
@@ -99,7 +99,7 @@ def _progress(coordinator: Coordinator) -> float:
 class SpeculativeSync:
     """A helper that round policies consult when they would wait."""
 
-    confidence: float = 0.5  # least probability that the missing responses end while gradients are computed
+    confidence: float = 0.5  # training begins early if the missing responses end in time with at least this probability
     begun: int = dataclasses.field(default=0, init=False)  # times that training began early
     _next: float = dataclasses.field(default=0.0, init=False)  # time of the next prediction
 

@@ -71,8 +71,8 @@ class Conversation:
         return self.hear()
 
     def contents(self, number: int, path: tuple[str, ...]) -> tuple[Any, Any]:
-        """Returns the items and the length of an object, with None for each that is missing. Items are copied once, so
-        that `len` and a loop agree."""
+        """Returns the items and the length of an object; None stands for missing items, and for a missing length. Items
+        are copied once, so that `len` and a loop agree."""
         if (number, path) not in self._contents:
             items, length = self.ask(number, path, "contents")
             self._contents[number, path] = (None, length) if items is None else (items := list(items), len(items))

@@ -35,12 +35,12 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself did not work, so that the code was not tested. The message says why, and the fix."""
+    """The sandbox itself did not work, so that the code was not tested. The message names the cause and a remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SandboxLimits:
-    """The bounds of one job. A job that exceeds a bound is ended, and its outcome says so."""
+    """The bounds of one job. A job that exceeds a bound is ended, or its system call fails."""
 
     seconds: float = 10.0  # seconds of wall time
     cpu: float = 10.0  # seconds of CPU time of each process, rounded up
@@ -105,7 +105,7 @@ class Sandbox(Protocol):
     python: str  # the interpreter, as jobs name it
 
     async def run(self, job: SandboxJob) -> Outcome:
-        """Runs a job. No process or file of the job remains afterwards, also after a cancellation. Raises
+        """Runs a job. No process or file of the job remains afterwards, even after a cancellation. Raises
         `SandboxError`."""
         ...
 
