@@ -41,7 +41,7 @@ class Piece(NamedTuple):
     responses: tuple[int, ...]
     tokens: int = 0  # including the copy of the prompt
     squares: float = 0.0  # twice the (query, key) pairs of attention: `tokens**2` for a prompt with one response
-    patches: int = 0  # of the item, once for all its pieces on a device (with a plan: on a replica, see `part.py`)
+    patches: int = 0  # of the item; all its pieces on a device (with a plan: on a replica, see `part.py`) share them
 
 
 Row = tuple[Piece, ...]
@@ -62,7 +62,7 @@ class TrainGroup(NamedTuple):
         return Item(self.name, len(self.inputs), tuple(lengths), 0 if patches_PX is None else len(patches_PX))
 
     def only(self, responses: Sequence[int]) -> TrainGroup:
-        """Returns the group with only these of its responses (indices)."""
+        """Returns the group with only the responses of these indices."""
         draw, numbers_G3, advantages_G, data = self.columns
         if len(responses) == len(data):
             return self
@@ -99,9 +99,9 @@ def check(
 
 def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, responses: int = 0) -> list[Piece]:
     """Returns the pieces of the items. Each piece is computed as one sequence. Without `share_prompts`, each response
-    is a piece. With `share_prompts`, a group is cut into pieces of at most `longest` tokens by first-fit-decreasing. A
-    piece also has at most `responses` tokens without the prompt (0: no limit). If the longest response exceeds these
-    limits, its length becomes the limit of its group."""
+    is a piece. With `share_prompts`, a group is cut into pieces of at most `longest` tokens by first-fit-decreasing.
+    The responses of a piece have at most `responses` tokens together (0: no limit). If the longest response exceeds
+    these limits, its length becomes the limit of its group."""
     pieces: list[Piece] = []
     for number, (_, prompt, sizes, patches) in enumerate(items):
         if share_prompts:
