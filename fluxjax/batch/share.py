@@ -223,7 +223,7 @@ class Outline:
 
     def of(self, shards: range) -> Outline:
         """Returns the outline for a process with these devices. Without a plan, the outline has the rows of these
-        devices. With a plan, it has all rows, or no rows if another process has the owner."""
+        devices. With a plan, it has all rows, or no rows if the owner is a device of another process."""
         if self.plan is None:
             return Outline(self.shards[shards.start : shards.stop], self.sizes, self.coming)
         elsewhere = self.owner is not None and self.owner not in shards
@@ -242,8 +242,8 @@ class Share:
     """The part of a step that one process lays out. A process that is alone lays out the entire step.
 
     `micros` are the step's microbatches for the devices `shards` of the mesh. `groups` has the group of each item. In
-    processes that do not plan, groups outside of `needed` have only sizes, and responses outside of the rows are empty.
-    `version` is the version of the weights to be trained. `filled` has the use of all shards' buffers in each
+    processes that do not plan, groups outside of `needed` have only sizes, and responses in no row of the process are
+    empty. `version` is the version of the weights to be trained. `filled` has the use of all shards' buffers in each
     microbatch, in the process that plans.
     """
 

@@ -1,8 +1,8 @@
 """The embedded engines of a process, on a fixed set of devices: the degree decides the number of engines.
 
 The pool deals the first `rollout.engines` x `parallelism.degree` devices of the process to engines, in order. If
-`rollout.engines` is 0, there is one engine on CPUs; on accelerators, as many as fill the devices (at most
-`sharding.devices` of them, if set). At another degree, there are as many engines as the same devices suffice for.
+`rollout.engines` is 0, there is one engine on CPUs; on accelerators, engines take all devices (at most
+`sharding.devices`, if set). At another degree, there are as many engines as the same devices suffice for.
 """
 
 from __future__ import annotations
