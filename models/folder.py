@@ -40,7 +40,7 @@ def one_line(kind: type[ValueError]) -> Iterator[None]:
     except (kind, OSError):
         raise
     except Exception as error:
-        raise kind(f"a field has a value that it can't have: {error!r}"[:300]) from error
+        raise kind(f"some field has an impossible value: {error!r}"[:300]) from error
 
 
 def read_json(path: pathlib.Path, *, needed: bool = False) -> dict[str, Any]:

@@ -34,7 +34,7 @@ Fetch: TypeAlias = Callable[[Sequence[Rows]], Sequence[np.ndarray]]
 
 
 class ShadowTensor:
-    """The shape and dtype of an array, and the `pieces` along its first axis (patches or frames) that make its data. A
+    """The shape and dtype of an array, and the `pieces` along its first axis (patches or frames) that form its data. A
     shadow can be sliced along that axis, cut into equal shards, and concatenated with shadows and numpy's arrays by
     `np.concatenate`. In a pytree, a shadow is a leaf. Every other use of its data raises ShadowError."""
 
@@ -65,12 +65,10 @@ class ShadowTensor:
     def __getitem__(self, rows: slice) -> ShadowTensor:
         """The tensor of neighbouring rows. Raises ShadowError for an index that is no slice of step 1."""
         if not isinstance(rows, slice):
-            self._refuse(f"[{rows!r}] was asked for, and a shadow tensor gives only slices of neighbouring rows")
+            self._refuse(f"a shadow tensor was indexed by {rows!r} instead of a slice of neighbouring rows")
         start, stop, step = rows.indices(len(self))
         if step != 1:
-            self._refuse(
-                f"a slice with step {step} was asked for, and a shadow tensor gives only slices of neighbouring rows"
-            )
+            self._refuse(f"a shadow tensor was indexed by a slice of step {step} instead of neighbouring rows")
         pieces: list[Piece] = []
         begin = 0
         for piece in self.pieces:

@@ -1,4 +1,4 @@
-"""A server of a fleet: the fleet starts, watches and restarts the server, and brings it to the weights of its seat."""
+"""A server of a fleet: the fleet starts, watches and restarts the server, and gives it the weights of its `Seat`."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ class FleetState:
 
 
 class Server:
-    """One server: its seat, its process and its state. Only the fleet's thread may change an object. A *life* of the
-    server lasts from a start to a loss."""
+    """One server: its seat, its process and its state. Only the fleet's thread may change a `Server`. A *life* of
+    the server lasts from a start to a loss."""
 
     def __init__(
         self, fleet: FleetState, name: str, seat: Seat, client: ServerClient, process: LocalServer | None
@@ -279,7 +279,7 @@ class Server:
             if self.leaving:
                 return
             if self.process is not None and self.seat.asleep:
-                raise ServerError("the server was to sleep before it was up; it will start when it is woken")
+                raise ServerError("the server was told to sleep before it was up; it will start when it is woken")
             try:
                 await self.client.load(CONNECT)
                 break

@@ -3,7 +3,7 @@
 Prompts may travel without pixels (`models.shadow`). Each turn of the engine fetches the pixels of its prompts, and
 begins to fetch the pixels of the next turn. Used pixels are not kept.
 
-A prompt with too many patches for one program is computed by groups of frame pairs. Attention of the vision tower never
+A prompt with too many patches for one program is computed in groups of frame pairs. Attention of the vision tower never
 leaves a frame pair, so features do not depend on the frame pairs that are computed together. Features stay on the
 device while the prompt is prefilled.
 """
@@ -25,7 +25,7 @@ from models.shadow import Fetch, Rows, ShadowTensor
 from .slots import geometric
 
 THREADS = 4  # threads that wait for pixels
-AHEAD_PATCHES = 8192  # limit of patches that are fetched ahead of `take`, about as many as one or two turns need
+AHEAD_PATCHES = 8192  # the most patches that are fetched ahead of `take`: about those of one or two turns
 LEAST_FEATURES = 16  # the fewest features of a compiled program
 
 
@@ -80,7 +80,7 @@ class FetchedPixels:
 
 
 class FrameGroup(NamedTuple):
-    """Neighbouring frame pairs that are computed together: the patches `start .. stop`, padded to `padded` patches."""
+    """Neighbouring frame pairs that are computed together: patches `start .. stop - 1`, padded to `padded` patches."""
 
     start: int
     stop: int

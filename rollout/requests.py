@@ -59,21 +59,21 @@ class EngineLimits:
 
     @property
     def round_tokens(self) -> int:
-        """The most tokens a sample in any round."""
+        """The most tokens for each sample in any round."""
         return max(self.steps_per_sync, self.longest_round)
 
     @staticmethod
     def pace(device: Any, steps_per_sync: int, ahead: bool | None = None) -> dict[str, Any]:
-        """The fields that depend on the device. An `ahead` of None becomes False on a CPU, whose cores are the host's,
-        too, and True elsewhere. If `steps_per_sync` is 0, a round has 4 tokens for each sample while samples
-        wait. Otherwise it may have up to `LONGEST_ROUND` with `ahead`, or up to `LONGEST_KNOWN` without."""
+        """The fields that depend on the device. `ahead=None` becomes True, but False on a CPU, whose cores are the
+        host's, too. If `steps_per_sync` is 0, a round has 4 tokens for each sample while samples wait. While none
+        waits, it has up to `LONGEST_ROUND` with `ahead`, or up to `LONGEST_KNOWN` without."""
         ahead = device.platform != "cpu" if ahead is None else ahead
         longest = steps_per_sync or (LONGEST_ROUND if ahead else LONGEST_KNOWN)
         return {"steps_per_sync": steps_per_sync or 4, "longest_round": longest, "ahead": ahead}
 
     @property
     def merge_unit(self) -> int:
-        """The number of patches that make a feature."""
+        """The number of patches that are merged into a feature."""
         return 1 if self.vision is None else self.vision.merge_unit
 
     @property
@@ -291,8 +291,8 @@ def _shown(value: Any) -> str:
 
 
 class Mailbox:
-    """Chunks on their way to one consumer. The engine holds no stream, so that Python collects a dropped stream, which
-    aborts the stream's request."""
+    """Chunks on their way to one consumer. The engine holds no stream, so Python collects a dropped stream; this aborts
+    the stream's request."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()

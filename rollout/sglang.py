@@ -176,7 +176,7 @@ class ServerClient:
         return answer if isinstance(answer, dict) else {}
 
     async def load(self, seconds: float = CONTROL) -> dict[str, float]:
-        """The numbers of running and waiting samples, and tokens a second, as the server's scheduler reports them."""
+        """The numbers of running and waiting samples, and tokens per second, as the server's scheduler reports them."""
         answer = await self._order("/v1/loads", None, seconds=seconds)
         keys = {"running": "num_running_reqs", "waiting": "num_waiting_reqs", "tokens_per_second": "gen_throughput"}
         try:

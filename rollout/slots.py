@@ -171,14 +171,14 @@ class SlotTable:
         return self.produced_N + self.unread_N
 
     def wanted_pages(self, slots_B: np.ndarray, steps: int) -> np.ndarray:
-        """The pages that each slot's sample needs for `steps` more tokens, or up to its limit. The last
-        token's keys and values are not cached."""
+        """The pages that each slot's sample needs for `steps` more tokens, or up to its limit. The last token's
+        keys and values are not cached."""
         tokens_B = self.tokens_N[slots_B] + steps
         entries_B = np.minimum(tokens_B, self.limit_N[slots_B]) + self.prompt_N[slots_B] - 1
         return -(-entries_B // PAGE_TOKENS)
 
     def missing_pages(self, slots_B: np.ndarray, steps: int) -> np.ndarray:
-        """The pages that each slot's sample needs for `steps` more tokens beside its present pages."""
+        """The pages that each slot's sample needs for `steps` more tokens in addition to its present pages."""
         return np.maximum(self.wanted_pages(slots_B, steps) - self.pages_N[slots_B], 0)
 
     def extend(self, slots_B: np.ndarray, tokens_BR: np.ndarray, count_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -41,7 +41,7 @@ class Piece(NamedTuple):
     responses: tuple[int, ...]
     tokens: int = 0  # including the copy of the prompt
     squares: float = 0.0  # twice the (query, key) pairs of attention: `tokens**2` for a prompt with one response
-    patches: int = 0  # of the item, once for all its pieces on a device (with a plan: on a replica, see `part.py`)
+    patches: int = 0  # of the item; all its pieces on a device (with a plan: on a replica, see `part.py`) share them
 
 
 Row = tuple[Piece, ...]
@@ -62,7 +62,7 @@ class TrainGroup(NamedTuple):
         return Item(self.name, len(self.inputs), tuple(lengths), 0 if patches_PX is None else len(patches_PX))
 
     def only(self, responses: Sequence[int]) -> TrainGroup:
-        """Returns the group with only these of its responses (indices)."""
+        """Returns the group with only the responses of these indices."""
         draw, numbers_G3, advantages_G, data = self.columns
         if len(responses) == len(data):
             return self
@@ -99,9 +99,9 @@ def check(
 
 def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, responses: int = 0) -> list[Piece]:
     """Returns the pieces of the items. Each piece is computed as one sequence. Without `share_prompts`, each response
-    is a piece. With `share_prompts`, a group is cut into pieces of at most `longest` tokens by first-fit-decreasing. A
-    piece also has at most `responses` tokens without the prompt (0: no limit). If the longest response exceeds these
-    limits, its length becomes the limit of its group."""
+    is a piece. With `share_prompts`, a group is cut into pieces of at most `longest` tokens by first-fit-decreasing.
+    The responses of a piece have at most `responses` tokens together (0: no limit). If the longest response exceeds
+    these limits, its length becomes the limit of its group."""
     pieces: list[Piece] = []
     for number, (_, prompt, sizes, patches) in enumerate(items):
         if share_prompts:
@@ -223,7 +223,7 @@ class Outline:
 
     def of(self, shards: range) -> Outline:
         """Returns the outline for a process with these devices. Without a plan, the outline has the rows of these
-        devices. With a plan, it has all rows, or no rows if another process has the owner."""
+        devices. With a plan, it has all rows, or no rows if the owner is a device of another process."""
         if self.plan is None:
             return Outline(self.shards[shards.start : shards.stop], self.sizes, self.coming)
         elsewhere = self.owner is not None and self.owner not in shards
@@ -242,8 +242,8 @@ class Share:
     """The part of a step that one process lays out. A process that is alone lays out the entire step.
 
     `micros` are the step's microbatches for the devices `shards` of the mesh. `groups` has the group of each item. In
-    processes that do not plan, groups outside of `needed` have only sizes, and responses outside of the rows are empty.
-    `version` is the version of the weights to be trained. `filled` has the use of all shards' buffers in each
+    processes that do not plan, groups outside of `needed` have only sizes, and responses in no row of the process are
+    empty. `version` is the version of the weights to be trained. `filled` has the use of all shards' buffers in each
     microbatch, in the process that plans.
     """
 

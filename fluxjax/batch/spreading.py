@@ -27,8 +27,8 @@ Planner = Callable[[Sequence[int], Sequence[float], int], ShardPlan]
 
 # Ratio of a row's columns to a device's mean tokens: for a new program, and the largest for a compiled program.
 TIGHT, LOOSE = 1.02, 1.12
-TRIES = 2  # lengths of compiled rows that are tried
-# Largest imbalance of a plan for given rows, and of a plan that saves a program.
+TRIES = 2  # lengths of rows of compiled programs that are tried
+# Largest `ShardPlan.balance` of a plan that counts as even, and of one that is used only if it saves a program.
 EVEN, NEARLY_EVEN = 1.03, 1.06
 
 
@@ -51,8 +51,8 @@ class Spreading:
 
     def parts(self, groups: Sequence[TrainGroup]) -> list[Part]:
         """Returns as few microbatches as the devices' memory allows, each with one row a device. A step that fits no
-        compiled program needs a new program, or compiled programs with one more microbatch. Once `ShapeBook.settled` is
-        True, the step gets one more microbatch if its parts then fit compiled programs.
+        compiled program gets a new program. But once `ShapeBook.settled` is True, the step gets one more microbatch
+        instead, if its parts then fit compiled programs.
 
         With `packing.share_prompts` a group is one sequence, whose responses are branches behind one copy of the
         prompt. Otherwise each response is a sequence. Raises ConfigError if no plan exists.

@@ -9,7 +9,7 @@ from .bounds import Section, not_negative, positive, within
 from .schedules import Phases, Ramp, RunSchedule, parse
 
 COLUMNS = ("prompt", "answer", "images", "videos", "id")
-JUDGED = 100  # responses that are scored before `rewards.max_failed` counts
+JUDGED = 100  # responses that are scored before `rewards.max_failed` applies
 
 
 @dataclasses.dataclass(slots=True)

@@ -243,7 +243,7 @@ def parse(
     parts = [part.strip() for part in text.split(";") if part.strip()]
     try:
         if ":" not in text and len(parts) != 1:
-            raise ValueError("it needs one schedule, or SOURCE: SCHEDULE for several")
+            raise ValueError("it needs one schedule, or SOURCE: SCHEDULE for each source")
         schedule = PerSource(_by_source(parts), field) if ":" in text else _read(parts[0])
         if not per_prompt and isinstance(schedule, PerSource | Success):
             differing = "sources" if isinstance(schedule, PerSource) else "prompts"

@@ -1,7 +1,7 @@
 """References of media in files, and tickets that stand for decoded media.
 
-A ticket names the patches of one medium in one version of its file, by given settings. These patches never change, so
-that any store can serve any ticket. If a file changes, a store refuses its old tickets with StaleTicket.
+A ticket names the patches of one medium in one version of its file, decoded with given settings. These patches never
+change, so any store can serve any ticket. If a file changes, a store refuses its old tickets with StaleTicket.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _unreadable(name: str, error: OSError) -> MediaError:
 
 @dataclasses.dataclass(frozen=True)
 class Ticket:
-    """The name of a medium's patches, `[P, X]` in window order. `settings` is the digest of the settings that decoded
-    the file."""
+    """The name of a medium's patches, `[P, X]` in the vision tower's window order. `settings` is the digest of the
+    settings that decoded the file."""
 
     ref: MediaRef
     settings: str

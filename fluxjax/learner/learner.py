@@ -141,8 +141,8 @@ class Learner:
         return strategy.shard(params)
 
     def weights(self) -> Params:
-        """Returns the parameters as engines and files have them, on the mesh. Adapters are added to copies of their
-        weights."""
+        """Returns the parameters as engines and files have them, on the mesh. Adapters are added to copies of the
+        weights that they adapt."""
         return self.gradients.merged(self.params)
 
     def adopt(self, adapters: Mapping[tuple[str, ...], np.ndarray]) -> None:
@@ -213,8 +213,8 @@ class Learner:
         return self.gradients.logprobs(self.params if params is None else params, inputs)
 
     def state(self) -> dict[str, Any]:
-        """Returns the arrays of a checkpoint that training continues from, as a pytree. The state has only fingerprints
-        of frozen weights, which a resumed run reads or samples again."""
+        """Returns the arrays of a checkpoint that training continues from, as a pytree. For frozen weights, which a
+        resumed run reads or samples again, the state has only fingerprints."""
         everywhere = NamedSharding(self.mesh, P())
         # Processes that call `device_put` would wait for each other and compare their values.
         version = jax.make_array_from_callback((), everywhere, lambda _: np.int32(self.version))
@@ -272,8 +272,8 @@ class Learner:
             return params, opt_state, jnp.stack([lr, grad_norm, skipped, *jax.tree.leaves(tally)])
 
         # The new parameters take the memory of the gradients, because engines may still use the old parameters. JAX
-        # gives each result the memory of the first donated argument of its shape, so that arguments stand in the order
-        # of results.
+        # gives each result the memory of the first donated argument of its shape, so the donated arguments stand in the
+        # order of the results.
         self._apply = jax.jit(apply, donate_argnums=(1, 2), out_shardings=(shardings, self._opt_shardings, replicated))
 
 

@@ -94,7 +94,7 @@ class Summary:
     tokens_trained: int = 0  # response tokens
     samples_skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # reason -> prompts of all phases
     rewards_failed: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)  # source -> reason -> responses
-    steps_not_finite: int = 0  # steps that did not change the weights, because their gradients were not finite
+    steps_not_finite: int = 0  # optimizer steps skipped, as loss or gradients were not finite
     checkpoints_failed: int = 0
     resumed_from: list[int] = dataclasses.field(default_factory=list)  # steps
 

@@ -1,7 +1,7 @@
 r"""The reward for mathematical answers: texts, numbers and LaTeX.
 
 Comparisons without algebra are decided at once. Comparisons with algebra go to math-verify in worker processes, since
-some take for ever (`9^{9^{9^9}}`) or all memory. The process is then killed, and the answer counts as wrong.
+some take for ever (`9^{9^{9^9}}`) or all memory. The worker is then killed, and the answer counts as wrong.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _POINTS = re.compile(r"[A-Z](?: ?[A-Z]){1,2}")
 
 @dataclasses.dataclass(eq=False)
 class MathAnswer(BuiltIn):
-    r"""Gives 1 if the answer in the text equals the prompt's, else 0. The answer is the last text that `<answer>` tags,
-    `\boxed{}` or "the answer is" mark; else the last number (with `only_marked`, nothing). The answer is compared as
-    text, as a number, and at last by math-verify, for which `x^2+2x+1` equals `(x+1)^2`. A unit may be missing, but not
-    differ. A list without brackets is a set: its order doesn't count. Needs the extra `math`."""
+    r"""Gives 1 if the answer in the text equals the prompt's, else 0. The answer is the text in `<answer>` tags, else
+    in `\boxed{}`, else behind "the answer is", else the last number (with `only_marked`, nothing). The answer is
+    compared as text, as a number, and at last by math-verify, for which `x^2+2x+1` equals `(x+1)^2`. A unit may be
+    missing, but not differ. A list without brackets is a set: its order doesn't count. Needs the extra `math`."""
 
     name = kind = "math"
     counted = "compared", "timed_out", "gave_up"

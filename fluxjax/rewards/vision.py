@@ -78,8 +78,8 @@ class EditDistance(BuiltIn):
 @dataclasses.dataclass(frozen=True)
 class OrderedList(BuiltIn):
     """Gives the share of the longer list's positions that have the right item; 1 for the complete list in its order. A
-    list is JSON, or items between commas, semicolons, arrows or lines. A text without a marked answer has its list in
-    the last line that is not empty. With `graded=False`, a list that is not right gets 0."""
+    list is JSON, or items with commas, semicolons, arrows or line ends between them. A text without a marked answer has
+    its list in the last line that is not empty. With `graded=False`, a list that is not right gets 0."""
 
     name = "ordered_list"
     graded: bool = True
@@ -179,7 +179,7 @@ def _options(question: str, marks: Sequence[re.Match[str]]) -> dict[str, str]:
 
 
 def chosen(text: str, options: Mapping[str, str]) -> set[str]:
-    """Returns the letters that the text chooses, a single one if it is clear. Without `options`, all `LETTERS`
+    """Returns the letters that the text chooses: one letter if the choice is clear. Without `options`, all `LETTERS`
     count."""
     if len(text) > _LONGEST:
         return set()
@@ -222,7 +222,7 @@ _BOX = re.compile(rf"[\[(]{_N},{_N}(?:,|\)\s{{0,9}},\s{{0,9}}\(){_N},{_N}[\])]")
 
 @dataclasses.dataclass(frozen=True)
 class BoxOverlap(BuiltIn):
-    """Gives the sum of IoU over matched boxes, divided by the greater number of boxes, so that superfluous boxes cost.
+    """Gives the sum of IoU over matched boxes, divided by the greater number of boxes: superfluous boxes lower it.
 
     A box is `[x1, y1, x2, y2]`, `(x1,y1),(x2,y2)` or JSON with such lists (`[{"bbox_2d": [..], "label": ".."}]`), with
     x1 < x2 and y1 < y2, in the unit of the prompt's answer. Labels are not compared. Boxes are matched one to one, for
@@ -232,7 +232,7 @@ class BoxOverlap(BuiltIn):
 
     name = "boxes"
     threshold: float = within(0.0, "[0, 1]")
-    correct_from: float = within(0.5, "(0, 1]")  # the least IoU of every pair in a right answer
+    correct_from: float = within(0.5, "(0, 1]")  # the IoU that every pair of a right answer reaches
     most_boxes: int = positive(100)  # a text with more boxes gets 0
 
     async def score(self, completion: Completion) -> Reward:

@@ -98,8 +98,8 @@ class SettledHeap(Callback):
 
 _ALARMS_SHOWN = 3
 _DUMPED = 8  # responses in a dump
-# Larger mean absolute differences (nats) of engine and trainer log-probs raise an alarm. Rounding causes smaller
-# differences.
+# A mean absolute difference (nats) between log-probs of engine and trainer above this value raises an alarm. Rounding
+# causes smaller differences.
 GAP_ALARMS = {DType.FLOAT32: 1e-4, DType.BFLOAT16: 0.05}
 
 
@@ -140,7 +140,7 @@ class Reporter(Observer):
         run.tell(Callback.on_step, step, report.groups, metrics)
 
     def _server_metrics(self) -> dict[str, float]:
-        """Tokens of evaluations count, too."""
+        """Returns the metrics of servers. Their tokens include those of evaluations."""
         servers = self._run.pool.servers()
         if not servers:
             return {}
@@ -225,7 +225,7 @@ def closing(summary: Summary, reason: str) -> str:
         failed = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
         lines.append(f"failed rewards of source {source}, each scored 0: {failed}")
     if summary.steps_not_finite:
-        lines.append(f"steps left out because their gradients were not finite: {summary.steps_not_finite}")
+        lines.append(f"optimizer steps skipped, as loss or gradients were not finite: {summary.steps_not_finite}")
     if summary.checkpoints_failed:
         lines.append(f"checkpoints that could not be written: {summary.checkpoints_failed}")
     return "\n".join(lines)

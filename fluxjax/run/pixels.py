@@ -70,8 +70,7 @@ class Pixels:
         folder = run_dir / "preprocessors"
         preprocessors = Preprocessors(
             data.preprocessors,
-            # Each process finds the addresses of its preprocessors in their logs, so that processes need separate
-            # folders.
+            # Each process finds the addresses of its preprocessors in their logs, so each process needs its own folder.
             folder if gang.alone else folder / f"process-{gang.process}",
             data,
             host="127.0.0.1" if gang.links is None else gang.links.address,
@@ -149,7 +148,7 @@ class DataMetrics:
 
     def __init__(self) -> None:
         self._known = time.perf_counter()  # `time.perf_counter` when the newest stats were read
-        self._rate = 0.0  # frames decoded a second
+        self._rate = 0.0  # frames decoded per second
         self._moved, self._stats = Materialized(), StoreStats()  # totals at the last call
         self._bytes: dict[str, int] = {}  # by preprocessor: bytes that it has sent
 

@@ -1,8 +1,8 @@
 """The embedded engines of a process, on a fixed set of devices: the degree decides the number of engines.
 
 The pool deals the first `rollout.engines` x `parallelism.degree` devices of the process to engines, in order. If
-`rollout.engines` is 0, there is one engine on CPUs; on accelerators, as many as fill the devices (at most
-`sharding.devices` of them, if set). At another degree, the same devices make as many complete engines as they can.
+`rollout.engines` is 0, there is one engine on CPUs; on accelerators, engines take all devices (at most
+`sharding.devices`, if set). At another degree, there are as many engines as the same devices suffice for.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..config import AdaptiveAsyncConfig, Config, ConfigError, RolloutEngine
 from ..config.learning import MAX_DEGREE
 
 KV_FRACTION = 0.5  # the share of a device's free memory for caches; activations of training need the rest
-# Processors that XLA uses up with one compilation. On two, the default text run took 28.3 s with programs compiled
-# beside the trainer's, 26.1 s without (4 steps, empty cache, two runs each).
+# Processors that XLA uses up with one compilation. On two processors, the default text run took 28.3 s with programs
+# compiled beside the trainer's, 26.1 s without (4 steps, empty cache, two runs each).
 FEW_PROCESSORS = 2
 SERVER_MEMORY = 0.6  # the share that a colocated SGLang server takes of the memory that is free when it starts
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def engine_count(config: Config, devices: Sequence[Any], processes: int = 1) -> int:
     """Returns the number of engines of a run in which each process has these devices. If the configuration gives no
     number, there is one engine for each server. Without servers, each process has one engine on CPUs, or as many as its
-    accelerators make (at least one)."""
+    accelerators suffice for (at least one)."""
     if config.rollout.engines:
         return config.rollout.engines
     if config.rollout.engine is not RolloutEngine.JAX:
@@ -52,9 +52,8 @@ class EnginePool:
     """The embedded engines. `set_parallelism` changes the list `engines` in place; its first engine stays the same.
     Engines that have a single device may share it; engines that have several devices share none. `model` and `fetch`:
     see `JaxEngine`. `start` compiles programs for `sampling`, the sampling of the run's requests (None: no program).
-    Raises `ConfigError` if there are too few devices, or if the devices that engines lend to training
-    could not hold the rows of training. Raises this error also for `adaptive_async` with engines of several devices,
-    and for a profile of another model."""
+    Raises `ConfigError` if there are too few devices, or if the devices that engines lend to training could not hold
+    the rows of training; also for `adaptive_async` with engines of several devices, and for another model's profile."""
 
     def __init__(
         self, config: Config, model: Decoder, *, fetch: Fetch | None = None, sampling: SamplingParams | None = None
@@ -99,7 +98,7 @@ class EnginePool:
         )
 
     def start(self, tell: Callable[[str], None]) -> None:
-        """Compiles programs of the engines in threads, while the run goes on; not on `FEW_PROCESSORS`."""
+        """Compiles programs of the engines in threads, while the run goes on; none on `FEW_PROCESSORS` or fewer."""
         rollout, sampling = self._config.rollout, self._sampling
         if sampling is None or (os.cpu_count() or 1) <= FEW_PROCESSORS:
             return
@@ -156,7 +155,7 @@ def engines_a_device(devices: Sequence[Any]) -> int:
 
 
 def deal(devices: Sequence[Any], degree: int) -> list[tuple[Any, ...]]:
-    """Returns the `degree` devices of each engine; devices that make no complete engine are left out."""
+    """Returns the `degree` devices of each engine; devices too few for a further engine are left out."""
     return [tuple(devices[start : start + degree]) for start in range(0, len(devices) - degree + 1, degree)]
 
 

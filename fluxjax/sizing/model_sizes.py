@@ -14,9 +14,9 @@ SHIPPED = pathlib.Path(__file__).resolve().parent / "models"
 
 
 def model_sizes(config: Config, file: str = "") -> DecoderConfig:
-    """Returns the sizes in `file`, a Hugging Face config.json; by default in the config.json of the folder
-    `model.path`, or else in the shipped file of that folder's name. Raises ConfigError if there is no such file, or for
-    an architecture that is not supported."""
+    """Returns the sizes in `file`, a Hugging Face config.json; without `file`, those in the config.json of the
+    folder `model.path`, or else in the shipped file of that folder's name. Raises ConfigError if there is no such file,
+    or for an architecture that is not supported."""
     path = config.model.path
     shipped = SHIPPED / f"{pathlib.Path(path).name}.json"
     if file:
@@ -33,8 +33,8 @@ def model_sizes(config: Config, file: str = "") -> DecoderConfig:
         raise ConfigError(
             f"{found}: no such file"
             if file
-            else f"model.path: {path} has no config.json, and the sizes of "
-            f"{shipped.stem} are not among those that are known ({known}); give --model-config FILE (a config.json)"
+            else f"model.path: {path} has no config.json, and {shipped.stem} is no model of known sizes "
+            f"({known}); give --model-config FILE (a config.json)"
         )
     try:
         return read_config(json.loads(found.read_text()))

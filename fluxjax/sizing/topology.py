@@ -1,6 +1,6 @@
 """Descriptions of devices that this machine lacks: XLA compiles for a described GPU, and runs nothing.
 
-Two packages are needed, but no GPU: `jax-cuda12-plugin` and `jax-cuda12-pjrt` (or CUDA 13's), in jaxlib's version.
+No GPU is needed, but two packages are: `jax-cuda12-plugin` and `jax-cuda12-pjrt` (or CUDA 13's), in jaxlib's version.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Topology:
 
     @property
     def description(self) -> str:
-        """The description of a device that XLA reads (a `GpuTargetConfigProto`)."""
+        """A device's description for XLA (a `GpuTargetConfigProto`)."""
         return (TARGETS / f"{self.kind}.txtpb").read_text()
 
     @property

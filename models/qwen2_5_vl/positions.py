@@ -1,7 +1,7 @@
 """The rotary positions of a prompt with images and videos (M-RoPE), in numpy on the host.
 
 Text advances all three axes together. A medium extends over (time, row, column). The time axis advances by
-`tokens_per_second` for each second of a video, and stands still for an image. Text behind a medium begins one behind
+`tokens_per_second` for each second of a video, and stands still for an image. Text behind a medium begins at 1 plus
 the largest position of all three axes, so that a long video's time axis counts. The authors' own code does so
 (transformers pull request 35569), and so do SGLang, vLLM and transformers up to 5.2. From 5.3 on, transformers'
 `get_rope_index` counts only rows and columns inside a prompt, but starts the answer behind all three axes.

@@ -1,6 +1,6 @@
 """The routes of new weights, from a version in shared memory (`published`) to servers.
 
-After each route, `Checksums` prove which weights the server has.
+After each route, `published.Checksums` prove which weights the server has.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 MASKED = tl.constexpr(-1.4426950408889634e30)  # the score of an id that is not allowed, -1e30 in nats
-FLOOR = tl.constexpr(-1e20)  # the least running maximum: a forbidden id gets the weight 0
+FLOOR = tl.constexpr(-1e20)  # no running maximum is lower, so that a forbidden id gets the weight 0
 
 
 @triton.jit

@@ -64,7 +64,7 @@ class StagedMicrobatch(Program):
 
 def _one_first(program: Callable) -> Callable:
     """Lets one thread call `program` first and alone if JAX caches compiled programs, so that all other threads read
-    the cache. All devices reach a new program at about the same time, and each thread would compile the program."""
+    the cache. All devices reach a new program at about the same time, so each thread would else compile the program."""
     if not jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         return program
     lock, called = threading.Lock(), threading.Event()

@@ -51,7 +51,7 @@ Compute = Callable[[int, PyTree], tuple[PyTree, PyTree]]  # (round, stream) -> r
 class View:
     """One round as a device sees it: columns of its row from `start`; the `valid` columns belong to the round. The
     other columns belong to other rounds or are the row's padding. They are masked: `read` gives zeros for them, also as
-    their segments, and `write` leaves them unchanged. `axes` are the group's mesh axes (none for one device), `table`
+    their segments, and `write` leaves them unchanged. `axes` are the group's mesh axes (none for one device). `table`
     says which tokens of the group's stream a layer mixes: `Tiles` for attention, `PackedRuns` for the delta rule."""
 
     start: Any  # i32 []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 
 LONGEST_LINE = 16 << 20  # bytes
-MOST_ITEMS = 100_000  # items of an iterator, at most: an iterator may be endless
+MOST_ITEMS = 100_000  # the most items of an iterator, which may be endless
 _EXACT = 1 << 53  # larger integers are hexadecimal, because Python refuses long decimals
 _COLLECTIONS: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
