@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if not options.token and not is_loopback(options.host):
         parser.error(
             f"--listen {options.listen} can be reached from other machines: set {TOKEN}, here and for the run, so that "
-            "not everybody can have this machine's images and videos"
+            "only the run can have this machine's images and videos"
         )
     if not options.token.isascii() or any(character.isspace() for character in options.token):
         parser.error(f"{TOKEN} must be ASCII without white space")

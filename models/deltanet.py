@@ -1,8 +1,8 @@
 """Gated DeltaNet, the layer of Qwen3.5 that mixes tokens by a state (Gated DeltaNet, arXiv:2412.06464).
 
 The layer projects tokens, and mixes the projections by a function `recur` that its caller hands in. Training mixes
-packed rows by `sharding.kernels.delta.delta_rule`. Decoding mixes one token a sequence by `delta_step` of the same
-module.
+packed rows by `sharding.kernels.delta.delta_rule`. Decoding mixes one token of each sequence by `delta_step` of the
+same module.
 """
 
 import math

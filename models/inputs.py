@@ -38,8 +38,8 @@ class VisionInput:
     + U - 1`. Features are ordered by frame pair, then by window. Both attention patterns of the tower are therefore
     contiguous runs.
 
-    No frame pair has more than `frame_bound` patches, so that attention skips patches further apart. The bound is part
-    of the compiled shape; 0 means unknown, which is correct but slow. Code that packs inputs sets
+    No frame pair has more than `frame_bound` patches, so that attention skips patches that lie further apart. The bound
+    is part of the compiled shape; 0 means unknown, which is correct but slow. Code that packs inputs sets
     `frame_bound(frame_segments_P)` or the largest bound of the inputs.
     """
 
@@ -159,7 +159,7 @@ class PackedTokens:
     ... are the group's responses. A prompt is thus computed once for its group. In plain packing every sequence has its
     own segment and branch 0.
 
-    `predecessor_BT[t]` is the index in the row of the token whose hidden state predicts token `t`: `t - 1`,
+    `predecessor_BT[t]` is the index, in the row, of the token whose hidden state predicts token `t`: `t - 1`,
     or, for the first token of a response, the last token of its prompt.
 
     Rows, and the patch axis of `vision`, are divided evenly over the data shards, in order;
@@ -185,8 +185,8 @@ class PackedTokens:
     runs: PackedRuns | None = None
 
     def with_runs(self, chunks: int = 0, size: int = CHUNK) -> PackedTokens:
-        """These rows with their table of runs, of `chunks` chunks a row (0: as many as needed) of `size` tokens. Arrays
-        must be on the host."""
+        """These rows with their table of runs. A row gets `chunks` chunks (0: as many as needed) of `size` tokens each.
+        Arrays must be on the host."""
         return dataclasses.replace(self, runs=packed_runs(self.segments_BT, self.branches_BT, chunks, size=size))
 
 

@@ -97,8 +97,8 @@ def read_config(config: JsonObject) -> DecoderConfig:
 
 
 def architecture_of(config: JsonObject) -> str:
-    """The key in `ARCHITECTURES` for the `architectures` of a `config.json`, or for its `model_type` without
-    `architectures`. Raises ModelConfigError, which lists the supported architectures."""
+    """The key in `ARCHITECTURES` for the `architectures` of a `config.json` or, if there are none, for its
+    `model_type`. Raises ModelConfigError, which lists the supported architectures."""
     names = config.get("architectures") or []
     keys = {row.name: key for key, row in ARCHITECTURES.items()}
     known = [keys[name] for name in names if name in keys]

@@ -1,4 +1,4 @@
-"""The protocol of rollout engines: the embedded engine (`rollout.jax_engine`) and seats of a fleet (`rollout.fleet`).
+"""The protocol of rollout engines: the embedded engine (`rollout.jax_engine`) and groups of servers (`rollout.fleet`).
 
 A response comes back with exactly the token ids that were sampled. Each token has its log-probability
 (`SamplingParams`) and the version of the weights that produced it.
@@ -78,7 +78,7 @@ class EngineStats:
     slots: int
     tokens_generated: int
     tokens_prefilled: int
-    preemptions: int = 0  # times that a running sample lost its cache because the cache had no room for all
+    preemptions: int = 0  # times that a running sample lost its pages because the cache had no room for all samples
 
 
 class EngineError(RuntimeError):
@@ -116,8 +116,8 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def sleep(self, *, weights: bool = False) -> None:
-        """Free the memory of the cache and, with `weights`, also that of the weights until the next update. A seat of a
-        fleet always frees both. Raises `EngineError` while samples are running."""
+        """Free the memory of the cache and, with `weights`, also that of the weights until the next update. A group of
+        servers always frees both. Raises `EngineError` while samples are running."""
 
     async def wake(self) -> None: ...
 

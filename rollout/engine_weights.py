@@ -39,9 +39,9 @@ from sharding.weights import WeightSpec, by_path, map_weights
 from .engine import EngineError
 
 T = TypeVar("T")
-CUT = frozenset("NKFV")  # axes that are cut: heads, KV heads, inner width of an MLP, vocabulary; no weight has two
+CUT = frozenset("NKFV")  # axes to cut: heads, KV heads, inner width of an MLP, vocabulary; no weight has two of them
 TOGETHER = 16 << 20  # the most bytes of small weights that one call copies; a call takes longer than a small copy
-LayerParams: TypeAlias = dict[str, Any]  # weights as of `models.split`, but each kind of layers is a list of layers
+LayerParams: TypeAlias = dict[str, Any]  # weights as `models.split` gives them, but a list of layers for each kind
 
 # Several engines copy the same weights at the same time, each in its thread. JAX lists the shards of an array at the
 # first use; two threads that do this at once may get lists that are too short or too long.
@@ -93,7 +93,7 @@ def check_finite(params: Mapping[str, Any], dtype: DTypeLike | None) -> None:
             pieces = {str(shard.index): shard for shard in weight.addressable_shards}  # one copy of each piece
         for shard in pieces.values():
             on_devices.setdefault(shard.device, []).append((name, shard.data))
-    # One program a device; all devices begin before the first answer is awaited.
+    # One program for each device; all devices begin before the first answer is awaited.
     answers = [
         ([name for name, _ in held], _are_finite([data for _, data in held], dtype)) for held in on_devices.values()
     ]
@@ -240,8 +240,8 @@ def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tup
 @dataclasses.dataclass(frozen=True)
 class EngineLayout:
     """The devices that one engine computes on, and the way its arrays lie on them. An axis of `CUT` is cut into parts.
-    Their number is the largest power of two that divides the axis and is at most the number of devices. If parts are
-    fewer than devices, each part lies on several devices."""
+    Their number is the largest power of two that divides the axis and is at most the number of devices. If there
+    are fewer parts than devices, each part lies on several devices."""
 
     devices: tuple[Device, ...]
 

@@ -56,7 +56,7 @@ def token_logprobs(
     if chunk < 0:
         raise ValueError(f"chunk must not be negative, got {chunk}")
     if isinstance(temperature, int | float) and not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}; greedy decoding scores with 1")
+        raise ValueError(f"temperature must be positive, got {temperature}; use 1 for greedy decoding")
     B, T, D = hidden_BTD.shape
     V, tokens = head_VD.shape[0], B * T
     allowed_V = jnp.ones(V, bool) if allowed_V is None else allowed_V

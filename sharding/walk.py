@@ -327,8 +327,8 @@ class Fsdp:
 
     def copies(self, params: Params) -> Params:
         """The parameters with the `copied` weights in `compute_dtype`, cast once for all microbatches of a step.
-        Without copies, `loss_and_grad` casts weights twice a microbatch. The gradients of the cast weights are in
-        `compute_dtype`, too."""
+        Without copies, `loss_and_grad` casts weights twice for each microbatch. The gradients of the cast weights are
+        in `compute_dtype`, too."""
         weights = by_path(params)
         return unflatten_dict(weights | {path: self._cast(weights[path]) for path in self.copied})
 

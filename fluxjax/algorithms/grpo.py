@@ -13,7 +13,7 @@ other definitions of w and r (see `loss`). The KL term may have another estimato
 DAPO and Dr.GRPO are GRPO with other settings; the configuration chooses the settings by the algorithm's name:
 
 - DAPO (Yu et al., arXiv:2503.14476, equation 8): a wider upper bound (`clip_high` 0.28) lets unlikely tokens become
-  more likely; the mean is over all tokens of a step, so a long answer counts by its tokens. The paper's dynamic
+  more likely; the mean is over all tokens of a step, so that all tokens have equal weights. The paper's dynamic
   sampling is `rollout.dynamic_sampling`, its overlong reward shaping is the reward `overlong`.
 - Dr.GRPO, "GRPO done right" (Liu et al., arXiv:2503.20783, section 3.2), removes two biases. Advantages are not divided
   by std(R): the division favours prompts that are easy or hard. A token counts 1 / (responses * max_new_tokens):
@@ -104,5 +104,5 @@ class GRPO(RLAlgorithm):
         return token_loss(logprobs_BT, entropies_BT, batch, cfg)
 
     def idle_without_advantage(self, cfg: AlgorithmConfig) -> bool:
-        """Says whether KL and entropy have no weight, since the rest of the loss is proportional to the advantage."""
+        """Returns True if KL and entropy have no weight: the rest of the loss is proportional to the advantage."""
         return not (cfg.kl_coefficient or cfg.entropy_coefficient)

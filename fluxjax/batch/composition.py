@@ -114,10 +114,10 @@ def packing_metrics(compositions: Sequence[Composition], num_devices: int) -> di
     The share of patch buffers is 0 for a text model.
 
     With plans, the result also has the share of tokens in sequences on more than one device, and the padded share of
-    the rows. If devices keep their own pace, the result has the predicted share of device time lost by waiting for the
-    busiest device. The result then also has the number of collective microbatches, and the most and fewest microbatches
-    of a device, including collective ones. Under other strategies with plans, the result has the ratio of a
-    device's largest to mean attention work, the same ratio of tokens, and the padded share of the all-to-alls.
+    the rows. If devices keep their own pace, the result has the predicted share of device time that is lost by waiting
+    for the busiest device. The result then also has the number of collective microbatches, and the most and fewest
+    microbatches of a device, including collective ones. Under other strategies with plans, the result has the largest
+    attention work of a device over the mean, the same ratio of tokens, and the padded share of the all-to-alls.
     """
     elsewhere = [microbatch for composition in compositions for microbatch in composition.elsewhere]
     microbatches = [microbatch for composition in compositions for microbatch in composition.microbatches] + elsewhere

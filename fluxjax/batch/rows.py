@@ -1,7 +1,7 @@
 """Packs responses into rows, and rows into shards, by bin packing (`sharding.strategy` `fsdp`).
 
 The packing is a pure function of the ordered sizes and the shape book, so that a resumed run packs as the interrupted
-run.
+run did.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .share import Item, Outline, Piece, Row, TrainGroup, check, chunks_needed, 
 # Least `packing.tokens_per_row`, in tokens, for fitted row lengths. In shorter rows, fitted lengths save less time than
 # their compilation takes.
 LONG = 1024
-FEWER = 0.97  # fewer rows in a microbatch are chosen only if they have below this share of the best packing's cells
+FEWER = 0.97  # microbatches get fewer rows only if all of them together then have less than this share of the cells
 SHORTEST = 16  # no row is shorter than `packing.tokens_per_row` divided by this number
-GRID = 3  # number of sizes of a buffer: 1, 1/2 and 1/4 of the cap; the number of short rows may also be 3/4 of it
+GRID = 3  # number of sizes of a buffer: 1, 1/2 and 1/4 of the cap; rows shorter than LONG may also number 3/4 of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Budget:
 
 
 class RowPacking:
-    """Packs groups into rows, in equal numbers on all devices. All rows have the same length, or fitted lengths
-    (`fitted`) if these hold less padding."""
+    """Packs groups into rows, equally many on each device. All rows have the same length, or fitted lengths (`fitted`)
+    if these hold less padding."""
 
     def __init__(
         self, config: Config, num_shards: int, vision: VisionConfig | None, shapes: ShapeBook, chunk: int = 0
@@ -148,8 +148,8 @@ def packed(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget, share
 
     With `share_prompts` a prompt stands once before all responses of its piece. The first heuristic is
     first-fit-decreasing over `pieces`. The second heuristic chains groups: a group may continue in the next row, where
-    its prompt is repeated. Without `share_prompts`, each response has its own prompt. The heuristics then pack
-    responses in order, which keeps a group's media on one shard, or by decreasing size.
+    its prompt is repeated. Without `share_prompts`, each response has its own prompt. The first heuristic then packs
+    responses in order, which keeps a group's media on one shard; the second packs them by decreasing size.
 
     An item's patches count once for each shard that has rows of the item.
     """

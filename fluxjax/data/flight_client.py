@@ -42,9 +42,9 @@ class PlaceRefuses(DataError):
 
 
 class FlightPlace:
-    """The preprocessor at `address` (HOST:PORT). Each question carries `settings`; the first question connects. A
-    method raises PlaceSilent if its question is not answered within `seconds`. The methods may be called from any
-    thread. They raise PlaceLost, PlaceRefuses, and DataError for a failure within the preprocessor."""
+    """The preprocessor at `address` (HOST:PORT). Each request carries `settings`; the first request connects. A method
+    raises PlaceSilent if its request is not answered within `seconds`. The methods may be called from any thread. They
+    raise PlaceLost, PlaceRefuses, and DataError for a failure within the preprocessor."""
 
     def __init__(self, address: str, settings: MediaSettings, token: str = "") -> None:
         self.address, self._settings = address, settings
@@ -96,7 +96,7 @@ class FlightPlace:
         return self._ask("stats", seconds)
 
     def close(self) -> None:
-        """Closes the connection. Questions under way raise PlaceLost."""
+        """Closes the connection. Requests under way raise PlaceLost."""
         with contextlib.suppress(pa.ArrowException, OSError):
             self._client.close()
 

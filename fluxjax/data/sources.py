@@ -249,7 +249,7 @@ def given(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, Source]:
 
 
 class JsonlSource(PromptList):
-    """A manifest with one JSON object a line, such as `{"id": "a", "prompt": "<image>How many?", "answer": "3",
+    """A manifest with a JSON object in each line, such as `{"id": "a", "prompt": "<image>How many?", "answer": "3",
     "images": ["images/a.png"]}`. A media path is relative to the manifest's folder, or a URL. The manifest may be a
     URL, too. All lines are checked when the file is opened, without reading media. Raises `DataError` for a line that
     is no record or lacks a field, and if no record can be used."""

@@ -106,7 +106,7 @@ def clip_file() -> bytes:
 
 async def inspected(config: Config, samples: int) -> AsyncIterator[tuple[str, Sorted]]:
     """Reads `samples` records of each source, at even distances. Yields (source name, (prompts as engines get them,
-    [(prompt, trouble)] of skipped prompts and of rewards in trouble)). Raises ConfigError, DataError."""
+    [(prompt, trouble)])), with one trouble for each skipped prompt or wrong reward. Raises ConfigError, DataError."""
     sources = open_sources(config)
     _, processor = describe_model(config, sources)
     training = {name: dataclasses.replace(source, eval_reward="") for name, source in config.data.sources.items()}

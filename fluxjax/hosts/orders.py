@@ -50,7 +50,7 @@ class Order:
 
 class Start(Order):
     """A run begins. The folder `run_dir` is on a file system that all hosts share. The `token` gives access to the
-    engines of all processes. `config` is the configuration in this folder."""
+    engines of all processes. `config` is the configuration in `run_dir`."""
 
     run_dir: str
     token: str
@@ -58,7 +58,7 @@ class Start(Order):
 
 
 class Begin(Order):
-    """A phase of training begins, which is `warm_start`, or `rl` of `steps` training steps."""
+    """A phase of training begins: `warm_start`, or `rl` with `steps` training steps."""
 
     phase: str
     steps: int = 0
@@ -273,8 +273,8 @@ def _outline(
 
 
 def _told_sizes(group: TrainGroup) -> tuple[int, Sequence[Sequence[int]], Sequence[int], Sequence[int]]:
-    """Returns the arguments of `_sizes`: the tokens of the prompt, the runs of `ModelInput.shown` (first tokens, first
-    features, lengths), the patches of each frame pair, and the tokens of each response."""
+    """Returns the arguments of `_sizes`: the prompt's tokens, the runs of consecutive entries in `ModelInput.shown`
+    (first tokens, first features, lengths), each frame pair's patches, and each response's tokens."""
     where, which = group.inputs.shown
     begins = np.flatnonzero((np.diff(where, prepend=-2) != 1) | (np.diff(which, prepend=-2) != 1))  # where runs begin
     counts = np.diff(np.append(begins, len(where)))

@@ -6,9 +6,9 @@ step is the training step's proximal policy, whose log-probs are computed once. 
 optimizer step, so that a training step counts as one version.
 
 A step's gradient may be computed in portions, at different times and on different devices, with the same weights. The
-loss weights of a portion are normalised over the portion. A portion's gradient therefore counts by the portion's share
-of the step's normaliser, which counts tokens or responses (Flexes, section 4.4, "Preserving On-Policy Semantics"). The
-weighted sum of the portions' gradients equals the gradient computed at once.
+loss weights of a portion are normalised over the portion. A portion's gradient is therefore weighted by the portion's
+share of the step's normaliser, a number of tokens or responses (Flexes, section 4.4, "Preserving On-Policy Semantics").
+The weighted sum of the portions' gradients equals the gradient computed at once.
 
 Every process of a run has a trainer, and makes the same steps. Only process 0 has the groups. Process 0 calculates
 advantages, plans, and hands every process its share of the step.
@@ -100,7 +100,7 @@ class PolicyTrainer:
         self._algorithm = models.algorithm
         check_algorithm(config, self._algorithm)
         idle = self._algorithm.idle_without_advantage(config.algorithm)
-        # Idle groups are needed if KL in the reward changes their advantages, or if a critic learns from them.
+        # Groups with advantage 0 are needed if the KL term changes advantages, or if a critic learns from these groups.
         self._skip_idle = idle and not config.algorithm.kl_in_reward and not self._algorithm.critic
         settings = config.algorithm
         self._needs_scores = (
@@ -129,7 +129,7 @@ class PolicyTrainer:
         engines: Sequence[int] = (),
     ) -> None:
         """Computes gradients of these groups, to be used by `train`. The devices are those of `engines`, or the
-        learner's without engines. Groups without a gradient count only for the normaliser."""
+        learner's if `engines` is empty. Groups without a gradient count only for the normaliser."""
         latest = self._sized(Portion(self._algorithm.advantages(groups, self._config.algorithm), prepared))
         place = self._place(engines)
         parts = [latest] if has_gradient(latest.groups, self._skip_idle) else []
@@ -138,7 +138,7 @@ class PolicyTrainer:
     def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> TrainedStep:
         """Trains as `Trainer.train` says. `TrainedStep.groups` has no replayed groups. Metrics are those of the
         learner, `reward_metrics`, `packing_metrics` and `ReplayBuffer.metrics`. `stream/groups` counts the groups of
-        the step that `accumulate` had, if any; metrics of packing are then those of the portion computed last."""
+        the step that `accumulate` got, if any; metrics of packing are then those of the portion computed last."""
         learner, place, settings = self._learner, self._place(), self._config.algorithm
         early = self._joined_early(place)
         replayed: list[Group] = []
@@ -259,7 +259,7 @@ class PolicyTrainer:
     def _scored(
         self, parts: Sequence[Portion], compositions: Sequence[Composition], place: _Place
     ) -> list[Composition]:
-        """Returns the compositions with all inputs of the loss. These are log-probs of the reference, and log-probs of
+        """Returns the compositions with all inputs of the loss. Log-probs of the reference are added, and log-probs of
         the present policy if importance weights, ratios of complete responses or several optimizer steps need them. If
         advantages depend on log-probs or on the critic, the groups of the parts get new advantages."""
         settings, algorithm, scored = self._config.algorithm, self._algorithm, list(compositions)
@@ -360,7 +360,7 @@ def check_algorithm(config: Config, algorithm: RLAlgorithm) -> None:
     if config.critic.warmup_steps and not algorithm.critic:
         raise ConfigError(
             f"critic.warmup_steps is {config.critic.warmup_steps}, but algorithm.name = {config.algorithm.label} has "
-            "no critic; set it to 0"
+            "no critic; set critic.warmup_steps to 0"
         )
     whole_step = algorithm.whole_step or algorithm.coupled or algorithm.critic
     for name in ("stream_trainer", "speculative_sync"):
@@ -420,7 +420,7 @@ def joined(gradients: Gradients, portions: Sequence[Portion]) -> Portion:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _scaled(outcome: Outcome, share: jax.Array | np.float32) -> Outcome:
-    """Scales the gradients and the loss. Other sums over tokens stay."""
+    """Scales the gradients and the loss. Other sums over tokens stay as they are."""
     grads, tally = outcome
     sums = tally.sums | {"loss": tally.sums["loss"] * share}
     return jax.tree.map(lambda grad: grad * jnp.asarray(share, grad.dtype), grads), Tally(sums, tally.maxima)

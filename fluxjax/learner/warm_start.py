@@ -26,8 +26,8 @@ async def warm_start(
     team: Team | None = None,
 ) -> AsyncIterator[tuple[int, dict[str, float]]]:
     """Trains the learner on `config.warm_start.steps` batches of given answers. Yields (step, metrics) after each step.
-    A batch without a usable prompt makes no step. The warm start has its own order of draws, so that RL starts with a
-    fresh epoch, and its own optimizer and schedule. Unusable prompts and answers are left out, and `count_skip` gets
+    A batch without a usable prompt makes no step. The warm start has its own optimizer and schedule, and its own order
+    of draws, so that RL starts with a fresh epoch. Unusable prompts and answers are left out, and `count_skip` gets
     the reasons. `proxy` is that of `Preparer`."""
     settings = config.warm_start
     begin_warm_start(config, learner)

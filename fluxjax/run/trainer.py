@@ -58,8 +58,8 @@ class FluxTrainer:
         trainer = FluxTrainer(config)
         result = trainer.fit()
 
-    Public attributes are `config` (settled and frozen), `model`, `processor`, `learner` (parameters on the mesh),
-    `engine`, `coordinator`, `timeline` and `summary`. Raises `ConfigError` for settings that cannot work and
+    Public attributes are `config` (a copy that refuses changes), `model`, `processor`, `learner` (parameters on the
+    mesh), `engine`, `coordinator`, `timeline` and `summary`. Raises `ConfigError` for settings that cannot work and
     `DataError` for data that cannot be read.
     """
 
@@ -233,7 +233,7 @@ class FluxTrainer:
 
         async def measure() -> dict[str, float]:
             await self.engine.update_weights(self.learner.version, self.weights())
-            await self.engine.wake()  # a run that failed may have left it asleep
+            await self.engine.wake()  # a run that failed may have left the engine asleep
             return await self.held_out.accuracy(self.engine, limit, blind=blind)
 
         return run_async(measure())

@@ -1,8 +1,8 @@
 """The media store of a process whose media are decoded by preprocessors, on this host or others.
 
-This is FlexRL's Proxy Dataloader and Materializer (section 4). A "place" is a preprocessor. Questions about a medium go
-to the place that holds the medium, or else to the least busy place. Any place can answer any question: a place without
-the medium decodes the medium first. If a place is lost, or does not answer in time, another place is asked.
+This is FlexRL's Proxy Dataloader and Materializer (section 4). A "place" is a preprocessor, a "question" a request to
+it. Questions about a medium go to the place that holds the medium, or else to the least busy place. Any place can
+answer: one without the medium decodes it first. If a place is lost, or does not answer in time, another one is asked.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ..data.tickets import MediaRef, Ticket, normalised
 from .places import Places, PlaceSeat, settle, started
 
 _LOOKS = 8  # threads that call `look` at a time, for each place (`concurrency`)
-_LOOKERS = 32  # the most threads of the store that ask places to look, for each place
+_LOOKERS = 32  # the most threads of the store that ask places to look at media, for each place
 _MOST_FETCHED = 256 << 20  # the most bytes that a question asks for
 _ATTEMPTS = 4  # failures to look at a medium, the last of which is raised
-_LOSSES = 8  # lost or late places of a question, the last of which is raised
+_LOSSES = 8  # a question that finds its place lost or late this often raises the last error
 
 
 class _Part(NamedTuple):
@@ -105,7 +105,7 @@ class FlightStore(Places):
         return self._looks[ref]
 
     def _questions(self, parts: Sequence[_Part], avoid: Sequence[PlaceSeat]) -> list[_Question]:
-        """Waits until there is a place."""
+        """Waits until a place is connected."""
         questions: list[_Question] = []
         newest: dict[FlightPlace, tuple[_Question, int]] = {}  # the last question to each place, and its bytes
         for part in parts:
@@ -119,7 +119,7 @@ class FlightStore(Places):
             newest[link] = question, asked + size
         return questions
 
-    # Without the lock:
+    # These methods are called without the lock:
 
     def _look_on(self) -> None:
         while True:

@@ -25,7 +25,7 @@ from ..data.tickets import MediaRef, Ticket
 
 _HELD = 1 << 16  # the most media whose holders are remembered
 _HISTORY = 1 << 14  # transitions that are remembered
-_GREETING = 10.0  # seconds that a place, which starts workers then, may take to answer the first question
+_GREETING = 10.0  # seconds that a place may take to start workers and answer the first question
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to reach a place
 _STATS_SECONDS = 2.0  # seconds that a place may take to send its statistics
 _ROUNDS = 2  # media and ranges that a place is asked for at a time, for each of its threads
@@ -241,7 +241,7 @@ class Places:
     def note(self, key: MediaRef | str, seat: PlaceSeat, stage: MediumStage) -> None:
         self._history.append(Transition(key, seat.name, stage, time.monotonic()))
 
-    # Without the lock:
+    # These methods are called without the lock:
 
     def result(self, work: concurrent.futures.Future[Answer]) -> Answer:
         while not concurrent.futures.wait([work], 0.5).done:

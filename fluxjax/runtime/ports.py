@@ -37,7 +37,7 @@ class Trainer(Protocol):
         ...
 
     def weights(self) -> Mapping[str, Any]:
-        """Returns the parameters of `version` as engines take them; they must outlive the next `train`."""
+        """Returns the parameters of `version` as engines take them; the parameters must outlive the next `train`."""
         ...
 
 

@@ -98,7 +98,7 @@ class Preprocessors:
         self._failure = ""
         self._complete = False  # every process has announced an address
         self._closing = threading.Event()
-        # The system ends the preprocessors with the thread that starts them.
+        # The system ends the preprocessors when the thread that started them ends.
         self._thread = threading.Thread(target=self._run, name="preprocessors", daemon=True)
         self._thread.start()
         with self._changed:

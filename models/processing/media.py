@@ -93,7 +93,7 @@ class MediaSettings:
     def _video(
         self, grid: Grid, indices: np.ndarray, total: int, seconds: float | None, seekable: bool = False
     ) -> Medium:
-        """The video, if the frames of `indices` were sampled among `total` frames of `seconds`."""
+        """The video, if the frames of `indices` were sampled among `total` frames that last `seconds`."""
         patch = self.layout.temporal_patch_size
         times = pair_times(indices, total, seconds, patch) if self.layout.timed else ()
         return Medium("video", grid, seconds_per_grid(seconds, len(indices), patch), seekable, times)
@@ -176,5 +176,5 @@ class MediaSettings:
         return arrange([grid], self.layout).packed(patches), grid
 
     def normalised(self, kind: str, patches: np.ndarray) -> np.ndarray:
-        """Patches `[P, X]` (float32), as models read them, of patches `[P, 3, n]` (uint8)."""
+        """Patches `[P, X]` (float32), as models read them, from patches `[P, 3, n]` (uint8)."""
         return normalise(patches, self.video if kind == "video" else self.image, fused=kind == "video")

@@ -60,9 +60,9 @@ class Medium:
     kind: str  # "image" or "video"
     grid: Grid
     seconds_per_grid: float = 0.0  # seconds that a frame pair of a video spans
-    # True if decoding has shown that packets tell the time of each frame; equality of media ignores this field.
+    # True if decoding has shown that packets tell the time of each frame; equality of media ignores `seekable`.
     seekable: bool = dataclasses.field(default=False, compare=False)
-    times: tuple[float, ...] = ()  # seconds of each frame pair of a video, in a timed layout (`PatchLayout.timed`)
+    times: tuple[float, ...] = ()  # times of a video's frame pairs in seconds, in a timed layout (`PatchLayout.timed`)
 
     @property
     def blocks(self) -> list[Grid]:

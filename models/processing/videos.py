@@ -26,7 +26,7 @@ from .patches import resize_frame
 from .settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
 
 MAX_PASSES = 4
-UNKNOWN_RATE = 24.0  # frames a second of a video that does not say its rate, as in transformers
+UNKNOWN_RATE = 24.0  # frames per second, if a video does not say its rate; as in transformers
 SMALL_VIDEO = 640 * 360 * 120  # pixels of all frames; for fewer pixels, threads cost more than they save
 MAX_THREADS = 4
 # Gets (number of a sampled frame, count of sampled frames, the frame as `[height, width, 3]`, uint8, upright, resized).
@@ -36,10 +36,10 @@ Keep: TypeAlias = Callable[[int, int, np.ndarray], object]
 def sample_indices(
     total: int, seconds: float | None, frames: FrameSettings, temporal_patch: int, *, timed: bool = False
 ) -> np.ndarray:
-    """Indices of the frames to sample among `total` frames of `seconds`, spread as in `Qwen2VLVideoProcessor`. With
-    `timed`, frames are spread as in `Qwen3VLVideoProcessor`, which also samples the last frame, and allows any number
-    of frames. Raises ValueError if `total` is 0, and if `frames` asks for more frames than `total`, or for a rate while
-    `seconds` is None."""
+    """Indices of the frames to sample among `total` frames that last `seconds`, spread as in `Qwen2VLVideoProcessor`.
+    With `timed`, frames are spread as in `Qwen3VLVideoProcessor`, which also samples the last frame, and allows any
+    number of frames. Raises ValueError if `total` is 0, and if `frames` asks for more frames than `total`, or for a
+    rate while `seconds` is None."""
     if total < 1:
         raise ValueError("has no frames")
     if frames.num_frames and timed:
@@ -71,7 +71,7 @@ def _to_the_last(total: int, count: int) -> np.ndarray:
 
 def pair_times(indices: np.ndarray, total: int, seconds: float | None, temporal_patch: int) -> tuple[float, ...]:
     """The time of each frame pair in seconds, rounded to tenths: the mean of the times of the pair's first and last
-    frames, as in `Qwen3VLProcessor`. The frames `indices` were sampled among `total` frames of `seconds`."""
+    frames, as in `Qwen3VLProcessor`. The frames `indices` were sampled among `total` frames that last `seconds`."""
     rate = total / seconds if seconds else UNKNOWN_RATE
     filled = np.append(indices, np.repeat(indices[-1:], -len(indices) % temporal_patch)).tolist()
     times = [index / rate for index in filled]
@@ -92,7 +92,7 @@ class Sampling:
 
     indices: np.ndarray  # indices of the sampled frames in the file
     total: int  # the number of frames in the file
-    seconds: float | None  # duration of the video; None for at most one frame pair of unknown duration
+    seconds: float | None  # duration of the video; None (unknown) only if the video has at most one frame pair
     seekable: bool  # whether the packets have the times of exactly the frames that decoding gave
 
 
@@ -177,7 +177,7 @@ class VideoReader:
         except (FFmpegError, OSError) as error:
             reason = f"decoding fails after {len(times)} frames: {reason_of(error)}"
             if isinstance(error, ArgumentError):  # decoders raise this for a frame far beyond the bound
-                reason += ", as for a frame of more pixels than are decoded"
+                reason += ", as for a frame with more pixels than the bound"
             raise MediaError(self.name, reason) from error
         if reason := ending.cut_off(self.file, times, damaged):
             raise MediaError(self.name, f"is cut off: {reason}")

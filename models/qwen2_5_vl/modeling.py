@@ -71,7 +71,7 @@ class VisionBlock(nnx.Module):
 
 
 class PatchMerger(nnx.Module):
-    """Joins each `merge_unit` neighbouring patches (one merge block) into one text-width feature."""
+    """Joins every `merge_unit` neighbouring patches (one merge block) into one text-width feature."""
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs, norm: RMSNorm | LayerNorm) -> None:
         """`norm` is over one patch, or over all patches of a merge block."""

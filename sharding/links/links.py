@@ -62,7 +62,7 @@ class Links:
         self._failure = ""
         self._announced = False  # a failure is being reported, or has been reported
         self._closed = False
-        self._peers_closed: dict[int, float] = {}  # time at which each closed peer closed
+        self._peers_closed: dict[int, float] = {}  # when each peer closed its links
         self._cards: list[Card] = []
         self._peers = [peer for peer in range(self.processes) if peer != self.process]
         self._wires: Wires | None = None
@@ -180,8 +180,8 @@ class Links:
         return size
 
     def receive(self, process: int) -> bytes:
-        """Waits for the next message of `send` in `process`, and returns it. Raises LinkError if a failure comes
-        first."""
+        """Waits for the next message that `process` has sent by `send`, and returns it. Raises LinkError if a failure
+        comes first."""
         box = self._boxes[process]
         self._await(lambda: bool(box), lambda: self._over() or process in self._peers_closed)
         with self._news:

@@ -28,8 +28,8 @@ class ShapeBook:
 
     The cheapest entry that is large enough serves a request, unless a new entry would be cheaper by more than the share
     `slack` (see `patience`). A new entry has the requested columns, rounded up (`round_up`). Relative to its columns,
-    most of its other sizes are at least as large as in all earlier entries, so that entries differ in little but their
-    columns. The last entry has the largest possible sizes (caps), and serves every possible request.
+    most of its other sizes are at least as large as in all earlier entries, so that entries differ mainly in columns.
+    The last entry has the largest possible sizes (caps), and serves every possible request.
 
     Entries for one number of devices are useless for another number: each number has its own entries, at most `most`.
     If microbatches of single devices and of all devices alternate (`odc`), single devices get `alone` of the `most`
@@ -54,7 +54,7 @@ class ShapeBook:
         return sum(map(len, self.entries.values()))
 
     def places(self, devices: int) -> int:
-        """The most entries for this number of devices."""
+        """The bound on the entries for this number of devices."""
         if not self.alone:
             return self.most
         return self.alone if devices == 1 else max(self.most - self.alone, 1)
@@ -142,8 +142,8 @@ class ShapeBook:
         self.entries, self.served, self.divided, self.coming = {}, {}, {}, []
 
     def columns(self, devices: int, least: int, most: int, rows: int = 0) -> list[int]:
-        """The ascending columns, from `least` to `most`, of the entries for this number of devices and of `rows` (0: of
-        the entries without a number of rows)."""
+        """The ascending columns, from `least` to `most`, of the entries with `rows` rows (0: without a number of rows)
+        for this number of devices."""
         entries = [sizes for sizes in self.entries.get(devices, []) if sizes.get(GIVEN, 0) == rows]
         return sorted({c for sizes in entries if least <= (c := sizes[BASE]) <= most})
 

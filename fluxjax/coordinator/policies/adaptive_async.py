@@ -37,7 +37,7 @@ from .rounds import Base, generate
 
 # Flux's constants.
 GAINS = {"kp": 0.1, "ki": 0.01, "kd": 0.05}  # gains of the ratio's controller
-RATIOS = 0.1, 0.9  # bounds of the controller's ratio; an initial ratio outside extends them, but 0 and 1 never change
+RATIOS = 0.1, 0.9  # bounds of the ratio; an initial ratio outside extends them, but an initial 0 or 1 stays
 EMA = 0.9  # weight of the previous estimate of staleness in the next estimate
 TOLERANCE = 0.05  # a barrier is forced if staleness exceeds the target by more than this
 SYNC_INTERVAL = 10  # a barrier is forced after more steps than this without a barrier
