@@ -65,9 +65,7 @@ class RolloutServer:
         self._metrics = prometheus_client.CollectorRegistry()
         self._metrics.register(_EngineMetrics(engine))
         self.app: ASGIApp = Guarded(
-            Starlette(routes=[*self._routes()], exception_handlers=error_handlers()),
-            token,
-            lambda: self._stopping,
+            Starlette(routes=[*self._routes()], exception_handlers=error_handlers()), token, lambda: self._stopping
         )
 
     def _routes(self) -> Iterator[Route]:

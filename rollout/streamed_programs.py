@@ -163,11 +163,7 @@ class StreamedPrograms:
         return x, fetched, after
 
     def _logprobs(
-        self,
-        outer: Params,
-        x: Float[Array, "B T D"],
-        before_BA: Int[Array, "B A"],
-        tokens_BA: Int[Array, "B A"],
+        self, outer: Params, x: Float[Array, "B T D"], before_BA: Int[Array, "B A"], tokens_BA: Int[Array, "B A"]
     ) -> Float[Array, "B A"]:
         """The log-probabilities of `tokens_BA`, in nats, each behind the column `before_BA` of its row."""
         model = models.merge(self._outer, outer)

@@ -203,11 +203,7 @@ class CostModel:
     # --- seconds of a plan --------------------------------------------------------------------------
 
     def step_seconds(
-        self,
-        plan: ShardPlan,
-        *,
-        train: bool = True,
-        squares: Sequence[int | float] | np.ndarray | None = None,
+        self, plan: ShardPlan, *, train: bool = True, squares: Sequence[int | float] | np.ndarray | None = None
     ) -> float:
         """Seconds of all passes over a microbatch (forward, recomputed, backward), or with `train=False` of the forward
         pass alone.

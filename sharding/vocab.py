@@ -229,12 +229,7 @@ def _filled(allowed_V: Array, tiling: Tiling) -> Array:
 
 
 def _call(
-    kernel: str,
-    arrays: tuple[Array, ...],
-    outs: Any,
-    grid: tuple[int, int, int],
-    tiling: Tiling,
-    **constants: int,
+    kernel: str, arrays: tuple[Array, ...], outs: Any, grid: tuple[int, int, int], tiling: Tiling, **constants: int
 ) -> list[Array]:
     """Runs a kernel over `arrays`: hidden states `[T, D]`, a head `[V, D]`, and the kernel's further inputs."""
     (T, D), V = arrays[0].shape, len(arrays[1])

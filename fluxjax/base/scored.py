@@ -159,11 +159,7 @@ class ResponseNumbers(NamedTuple):
 
 
 def bytes_of(
-    sample: int,
-    temperature: float | None,
-    tokens: Sequence[int],
-    logprobs: Sequence[float],
-    versions: Sequence[int],
+    sample: int, temperature: float | None, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]
 ) -> bytes:
     """Writes the numbers of a response. Raises ValueError for tokens, log-probs or versions beyond 32 bits."""
     count = len(tokens)

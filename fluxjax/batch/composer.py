@@ -138,11 +138,7 @@ class Composer:
         return lay_out(share, self.room, self._tempered)
 
     def _chosen(
-        self,
-        groups: Sequence[Group],
-        prepared: Mapping[int, PreparedPrompt],
-        skip_idle: bool,
-        version: int | None,
+        self, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], skip_idle: bool, version: int | None
     ) -> tuple[Sequence[TrainGroup], int]:
         config = self._config
         ordered = sorted(groups, key=attrgetter("prompt.draw"))
@@ -204,10 +200,7 @@ class Team:
         return self.processes == 1
 
     def equip(
-        self,
-        config: Config,
-        place_of: Callable[[str], str],
-        expect: Callable[[Iterable[TrainBatch]], None] | None,
+        self, config: Config, place_of: Callable[[str], str], expect: Callable[[Iterable[TrainBatch]], None] | None
     ) -> None:
         """Sets what `laid_out` needs from a run of settings `config`. `place_of` returns the preprocessor that holds a
         ticket's medium. `expect` is called with the batches that this process will read (None: batches need no

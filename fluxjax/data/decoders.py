@@ -21,15 +21,7 @@ from models.processing.media_file import MediaUnavailable, Medium, Source
 
 from ..base.errors import DataError
 from ..base.process_channel import WithArrays
-from ..base.worker_pool import (
-    PoolLoad,
-    WorkerAbsent,
-    WorkerEnded,
-    WorkerError,
-    WorkerMemory,
-    WorkerPool,
-    WorkerTimeout,
-)
+from ..base.worker_pool import PoolLoad, WorkerAbsent, WorkerEnded, WorkerError, WorkerMemory, WorkerPool, WorkerTimeout
 from ..base.worker_process import lacked_memory
 from .media_cache import SLICE_BYTES, Slices
 

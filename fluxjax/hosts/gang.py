@@ -34,19 +34,7 @@ from ..batch.composition import Composition
 from ..batch.share import Share
 from ..config import Config, ConfigError, DistributedConfig, RolloutEngine
 from ..config.run_folder import to_json
-from .orders import (
-    End,
-    Gather,
-    Learn,
-    Order,
-    OrderError,
-    PlaceOf,
-    Status,
-    Value,
-    decode,
-    encode,
-    told,
-)
+from .orders import End, Gather, Learn, Order, OrderError, PlaceOf, Status, Value, decode, encode, told
 from .progress import Progress
 
 log = logging.getLogger(__name__)
@@ -317,10 +305,7 @@ ALONE_ONLY = {
 def check_across_processes(config: Config) -> None:
     """Raises ConfigError, naming the settings, for settings that do not work over several processes."""
     embedded = config.rollout.engine is RolloutEngine.JAX
-    used = {
-        "stream_trainer": config.stream_trainer,
-        "parallelism.min_degree": embedded and config.parallelism.enabled,
-    }
+    used = {"stream_trainer": config.stream_trainer, "parallelism.min_degree": embedded and config.parallelism.enabled}
     for name, why in ALONE_ONLY.items():
         if used[name]:
             raise ConfigError(f"{name} does not work with several processes (distributed.processes), because {why}")

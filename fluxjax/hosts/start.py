@@ -42,10 +42,7 @@ def join(settings: DistributedConfig) -> Team:
     try:
         # At its own time limit JAX would end the process with a stack trace.
         initialize(
-            settings.coordinator,
-            settings.processes,
-            settings.process,
-            initialization_timeout=int(limit_seconds) + 60,
+            settings.coordinator, settings.processes, settings.process, initialization_timeout=int(limit_seconds) + 60
         )
         links = Links(timeout=SILENCE, grace=GRACE)
     except (LinkError, RuntimeError, OSError) as error:

@@ -89,12 +89,7 @@ class Gradients:
         """Returns the same programs for other devices of this process."""
         mesh = make_mesh(devices=devices)
         return type(self)(
-            self._config,
-            self._model,
-            self._phase,
-            mesh,
-            background=self._background,
-            materializer=self._materializer,
+            self._config, self._model, self._phase, mesh, background=self._background, materializer=self._materializer
         )
 
     def close(self) -> None:
@@ -257,11 +252,7 @@ class Gradients:
 
     def _forward(self, model: Any, inputs: PackedTokens, walk: Walk) -> Scores:
         return model_logprobs(
-            model,
-            inputs,
-            walk,
-            temperature=self._phase.temperature,
-            never_sampled=self._phase.never_sampled,
+            model, inputs, walk, temperature=self._phase.temperature, never_sampled=self._phase.never_sampled
         )
 
     def _loss(self, model: Any, batch: TrainBatch, walk: Walk) -> tuple[Float[Array, ""], Tally]:

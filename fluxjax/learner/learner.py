@@ -388,12 +388,7 @@ def _adam(optim: OptimConfig) -> optax.GradientTransformationExtraArgs:
         return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), zeros, zeros)
 
     def update(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        *,
-        finite: bool | Array = True,
-        **_: Any,
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, *, finite: bool | Array = True, **_: Any
     ) -> tuple[optax.Updates, optax.ScaleByAdamState]:
         def kept(new: Array, old: Array) -> Array:
             return jnp.where(finite, new.astype(dtype), old)

@@ -122,11 +122,7 @@ class PolicyTrainer:
         return self._learner.params if self._weights is None else self._weights()
 
     def accumulate(
-        self,
-        step: int,
-        groups: Sequence[Group],
-        prepared: Mapping[int, PreparedPrompt],
-        engines: Sequence[int] = (),
+        self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], engines: Sequence[int] = ()
     ) -> None:
         """Computes gradients of these groups, to be used by `train`. The devices are those of `engines`, or the
         learner's if `engines` is empty. Groups without a gradient count only for the normaliser."""

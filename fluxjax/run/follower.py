@@ -17,19 +17,7 @@ from ..data.loader import open_sources, open_warm_start
 from ..data.prepare import Preparer
 from ..hosts.coming import ComingPrompts
 from ..hosts.gang import Gang, brought
-from ..hosts.orders import (
-    Begin,
-    Coming,
-    Gather,
-    Learn,
-    MediaTold,
-    Order,
-    OrderError,
-    Restore,
-    Save,
-    Start,
-    shares_of,
-)
+from ..hosts.orders import Begin, Coming, Gather, Learn, MediaTold, Order, OrderError, Restore, Save, Start, shares_of
 from ..learner.policy_trainer import PolicyTrainer
 from ..learner.warm_start import begin_warm_start, given_step, warm_start_source
 from ..report.metrics import process_log

@@ -108,12 +108,7 @@ def assemble(
     shows whether there is a critic. Raises `ConfigError` and the errors of `Pixels`."""
     pixels = open_pixels(config, processor, gang, run_dir, token, fetched)
     learning = build_learning(
-        config,
-        sizes,
-        processor,
-        token_loss=algorithm.token_loss,
-        links=gang.links,
-        materializer=pixels.materializer,
+        config, sizes, processor, token_loss=algorithm.token_loss, links=gang.links, materializer=pixels.materializer
     )
     learner, critic = learning.learner, None
     gang.equip(config, pixels.place_of, None if pixels.materializer is None else pixels.materializer.expect)

@@ -26,11 +26,7 @@ class Trainer(Protocol):
         ...
 
     def accumulate(
-        self,
-        step: int,
-        groups: Sequence[Group],
-        prepared: Mapping[int, PreparedPrompt],
-        engines: Sequence[int] = (),
+        self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], engines: Sequence[int] = ()
     ) -> None:
         """Computes gradients of some groups of the step that `train` will end. Uses the devices of these engines, which
         sleep meanwhile; if `engines` is empty, uses the trainer's devices. Changes no weights."""

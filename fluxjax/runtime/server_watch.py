@@ -151,11 +151,7 @@ class ServerFile:
     weights can't reach."""
 
     def __init__(
-        self,
-        file: pathlib.Path,
-        fleet: Fleet,
-        agents: MutableMapping[str, str],
-        reachable: Callable[[str], None],
+        self, file: pathlib.Path, fleet: Fleet, agents: MutableMapping[str, str], reachable: Callable[[str], None]
     ) -> None:
         self.file, self._fleet, self._agents, self._reachable = file, fleet, agents, reachable
         self._done = HEADER + "".join(f"{' '.join(filter(None, pair))}\n" for pair in agents.items())

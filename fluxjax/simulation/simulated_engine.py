@@ -65,13 +65,7 @@ class SimulatedEngine:
     abort samples."""
 
     def __init__(
-        self,
-        clock: Clock,
-        cost: Hardware,
-        degree: int,
-        on_finish: OnFinish,
-        max_running: int = 256,
-        version: int = 0,
+        self, clock: Clock, cost: Hardware, degree: int, on_finish: OnFinish, max_running: int = 256, version: int = 0
     ) -> None:
         self.clock, self.cost, self.degree = clock, cost, degree
         self.batch = Batch(cost.kv_limit(degree), max_running, version)

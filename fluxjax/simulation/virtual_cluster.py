@@ -54,12 +54,7 @@ class StuckError(RuntimeError):
 class Cluster:
     """One run: `Cluster(config, coordinator).run()`. `records` has a record for every step."""
 
-    def __init__(
-        self,
-        config: SimulateConfig,
-        coordinator: Coordinator,
-        watch: Watch | None = None,
-    ) -> None:
+    def __init__(self, config: SimulateConfig, coordinator: Coordinator, watch: Watch | None = None) -> None:
         self.config, self.coordinator, self.watch = config, coordinator, watch
         self.settings = settings = config.simulation
         self.clock = Clock()

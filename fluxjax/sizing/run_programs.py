@@ -34,8 +34,7 @@ from .account import ENGINE, in_gib
 from .largest import largest_batch, longest_prompt
 from .schedule import CollectiveTraffic, traffic
 
-# Calls of attention kernels, over packed rows or pages. Mosaic, jax-triton (0.4: `_ffi`) and `sharding.mesh.launch` name
-# them.
+# Calls of attention kernels over packed rows or pages, as Mosaic, jax-triton (0.4: `_ffi`) and `mesh.launch` name them.
 ATTENTION_CALLS = {
     "mosaic": re.compile(r'custom_call_target="mosaic_gpu\w*".*/hopper_\w+/'),
     "triton": re.compile(r'custom_call_target="triton_kernel_call(?:_ffi)?".*[/(](?:flash|paged)_kernels_\w+\)*/'),

@@ -230,13 +230,7 @@ def duration_of(times: Sequence[int | None], durations: Sequence[int], base: Any
 
 
 def video_size(
-    name: str,
-    width: int,
-    height: int,
-    count: int,
-    layout: PatchLayout,
-    settings: PixelSettings,
-    frames: FrameSettings,
+    name: str, width: int, height: int, count: int, layout: PatchLayout, settings: PixelSettings, frames: FrameSettings
 ) -> tuple[int, int]:
     """The (height, width) that `count` sampled frames of a video are resized to. Raises MediaError."""
     factor, patch = layout.factor, layout.temporal_patch_size

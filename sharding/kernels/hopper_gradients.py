@@ -8,7 +8,9 @@ it computes 64 keys against tiles of 64 queries, for all query heads that read i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +23,26 @@ from . import hopper
 from .hopper import COLUMNS, HALF, LINES, LOG2E, MASKED, SWIZZLED, TILE, Bounds, Lists, load
 
 EXCLUDED = 1e30  # the log of a sum: of a query whose weights are all 0
+SCORES = plgpu.WGMMAAccumulatorRef((HALF, HALF), jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Warpgroup:
+    """What a warpgroup computes with: its 64 queries (or keys) in shared memory, and tiles of the other ones in a ring.
+    `mine` and `ring` are matrices `[64, H]` and numbers `[64]`, the ring's with a leading dimension of slots: of
+    queries (q, dout, lse, slope), of keys (k, v, first, last)."""
+
+    start: Any  # index of the first query or key in the row
+    mine: list[Any]
+    ring: list[Any]
+    first_of: Callable[[Any], Any]  # index of the first query or key of a visited tile
+    masked: Any  # number of tiles that need the mask; they come first
+    visited: Any
+    readers: int  # query heads of a KV head
+    scale: float
+    slot: Callable[[Any], Any]
+    arrived: Any
+    consumed: Any
 
 
 def backward(
@@ -34,227 +56,198 @@ def backward(
     rest = segments.shape[1] - lse.shape[2]
     lse2, slope = (jnp.pad(x, ((0, 0), (0, 0), (0, rest))) for x in (lse * LOG2E, slope))
     lse2 = jnp.where(segments[:, None] != 0, lse2, EXCLUDED)
-    arrays = (q, k, v, dout, lse2, slope, *bounds)
-    (dq,) = _call("query_gradients", arrays, lists[0], (q,))
-    dk, dv = _call("key_gradients", arrays, lists[1], (k, v))
+    queries, keys, readers = (q, dout, lse2, slope), (k, v, *bounds), q.shape[2] // k.shape[2]
+    (dq,) = _call(_query_gradients, queries, keys, lists[0], readers, 1)
+    dk, dv = _call(_key_gradients, keys, queries, lists[1], readers, 2)
     return dq, dk, dv
 
 
-def _call(kernel: str, arrays: tuple[jax.Array, ...], lists: Lists, like: tuple[jax.Array, ...]) -> Any:
-    """Runs a kernel over all tiles of queries (or of keys), all heads and rows."""
-    (B, _, N, H), K, dtype = arrays[0].shape, arrays[1].shape[2], arrays[0].dtype
-    of_queries = kernel == "query_gradients"
-    stages = hopper.TILINGS[1 if of_queries else 2].stages
-    still = plgpu.SMEM((2, HALF, H), dtype, transforms=SWIZZLED)  # a warpgroup's queries or keys
-    ring = plgpu.SMEM((stages, HALF, H), dtype, transforms=SWIZZLED)
-    numbers = [plgpu.SMEM((2, HALF), kind) for kind in (jnp.float32, jnp.int32)]
-    moving = [plgpu.SMEM((stages, HALF), kind) for kind in (jnp.float32, jnp.int32)]
+def _call(
+    body: Callable[[_Warpgroup], Any], still: tuple[jax.Array, ...], moving: tuple[jax.Array, ...], lists: Lists,
+    readers: int, results: int,
+) -> Any:  # fmt: skip
+    """Runs a kernel over all tiles of `still`, all heads and rows; tiles of `moving` go through the ring. The results
+    are like the first arrays of `still`."""
+    B, _, heads, H = still[0].shape
+    stages = hopper.TILINGS[results].stages
+
+    def smem(leading: int, array: jax.Array) -> Any:
+        if array.ndim == 4:
+            return plgpu.SMEM((leading, HALF, H), array.dtype, transforms=SWIZZLED)
+        return plgpu.SMEM((leading, HALF), array.dtype)
+
     return plgpu.kernel(
-        functools.partial(
-            _query_gradients if of_queries else _key_gradients, readers=N // K, scale=H**-0.5, stages=stages
-        ),
-        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like],
+        functools.partial(_kernel, body=body, readers=readers, scale=H**-0.5, stages=stages),
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in still[:results]],
         scratch_types={
-            "still": (still, still),
-            "still_numbers": (numbers[0 if of_queries else 1],) * 2,
-            "ring": (ring, ring),
-            "ring_numbers": (moving[1 if of_queries else 0],) * 2,
+            "still": [smem(2, x) for x in still],
+            "ring": [smem(stages, x) for x in moving],
             "there": plgpu.Barrier(num_arrivals=4, num_barriers=2),
             "arrived": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
             "consumed": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         },
-        grid=(N if of_queries else K, lists[0].shape[1], B),
+        grid=(heads, lists[0].shape[1], B),
         grid_names=("head", "tile", "row"),
         num_threads=3,
         thread_name="warpgroup",
-        kernel_name=f"hopper_{kernel}",
+        kernel_name=f"hopper{body.__name__}",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*arrays, *lists)
+    )(*still, *moving, *lists)
 
 
-def _query_gradients(
-    q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, lse_ref: Any, slope_ref: Any, first_ref: Any, last_ref: Any,
-    tiles_ref: Any, counts_ref: Any, dq_ref: Any, *,
-    still: Any, still_numbers: Any, ring: Any, ring_numbers: Any, there: Any, arrived: Any, consumed: Any,
-    readers: int, scale: float, stages: int,
+def _kernel(
+    *refs: Any, body: Callable[[_Warpgroup], Any], readers: int, scale: float, stages: int,
+    still: list[Any], ring: list[Any], there: Any, arrived: Any, consumed: Any,
 ) -> None:  # fmt: skip
-    """A program computes 128 queries of a head."""
+    """A program computes 128 queries of a head, or 128 keys of a KV head for all query heads that read it."""
+    still_refs, moving_refs, (tiles_ref, counts_ref, *results) = refs[:4], refs[4:8], refs[8:]
     head, row, group = lax.axis_index("head"), lax.axis_index("row"), lax.axis_index("warpgroup")
-    tile = counts_ref.shape[1] - 1 - lax.axis_index("tile")
-    masked, visited = counts_ref[row, tile, 0], jnp.maximum(counts_ref[row, tile, 1], 1)
-    H = q_ref.shape[-1]
-
-    slot = functools.partial(hopper.slot, stages)
-
-    @pl.when(group < 2)
-    def _compute() -> None:
-        plgpu.set_max_registers(hopper.COMPUTE, action="increase")
-        start = tile * TILE + group * HALF
-        queries, douts = still[0].at[group], still[1].at[group]
-        mine = (row, pl.ds(start, HALF), head)
-        line = (row, head, pl.ds(start, HALF))
-        plgpu.copy_gmem_to_smem(q_ref.at[mine], queries, there.at[group])
-        plgpu.copy_gmem_to_smem(dout_ref.at[mine], douts, there.at[group])
-        plgpu.copy_gmem_to_smem(lse_ref.at[line], still_numbers[0].at[group], there.at[group])
-        plgpu.copy_gmem_to_smem(slope_ref.at[line], still_numbers[1].at[group], there.at[group])
-        plgpu.barrier_wait(there.at[group])
-        lse, slope = (load(x.at[group], LINES) for x in still_numbers)
-
-        def await_tile(visit: Any) -> None:
-            @pl.when(visit < visited)
-            def _() -> None:
-                plgpu.barrier_wait(arrived.at[slot(visit)])
-
-        def products(visit: Any, sums_ref: Any, before: Any, mask: bool, scores_ref: Any, dweights_ref: Any) -> Any:
-            """The gradients of a tile's scores. The product of the gradients `before` runs meanwhile."""
-            here, running = slot(visit), 0 if before is None else 1
-            plgpu.wgmma(scores_ref, queries, ring[0].at[here].transpose((1, 0)))
-            plgpu.wgmma(dweights_ref, douts, ring[1].at[here].transpose((1, 0)))
-            if before is not None:
-                plgpu.wgmma(sums_ref, before, ring[0].at[slot(visit - 1)])
-            scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1 + running)
-            if mask:
-                first, last = (load(x.at[here], COLUMNS) for x in ring_numbers)
-                query = start + plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
-                reached = query >= lax.broadcast_in_dim(first, scores.shape, [1])
-                reached &= query < lax.broadcast_in_dim(last, scores.shape, [1])
-                scores = jnp.where(reached, scores, MASKED)
-            weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(lse, scores.shape, [0]))
-            dweights = plgpu.wgmma_accumulator_load(dweights_ref, wait_n=running)
-            found = weights * (dweights - lax.broadcast_in_dim(slope, scores.shape, [0]))
-            await_tile(visit + 1)  # ptxas moves no arithmetic across this branch, to behind the product's end
-            return found
-
-        def gradients(visit: Any, before: Any, sums_ref: Any, mask: bool) -> Any:
-            step = functools.partial(products, visit, sums_ref, before, mask)
-            accumulator = plgpu.WGMMAAccumulatorRef((HALF, HALF), jnp.float32)
-            found = pl.run_scoped(step, accumulator, accumulator)
-            plgpu.wgmma_wait(0)
-            if before is not None:
-                plgpu.barrier_arrive(consumed.at[slot(visit - 1)])
-            # Rounded here: a product that runs still reads the registers of the gradients before.
-            return lax.optimization_barrier(found).astype(q_ref.dtype)
-
-        def sums(sums_ref: Any) -> Any:
-            await_tile(jnp.int32(0))
-            before = gradients(jnp.int32(0), None, sums_ref, True)
-            step = functools.partial(gradients, sums_ref=sums_ref)
-            before = lax.fori_loop(1, masked, functools.partial(step, mask=True), before)
-            before = lax.fori_loop(jnp.maximum(masked, 1), visited, functools.partial(step, mask=False), before)
-            plgpu.wgmma(sums_ref, before, ring[0].at[slot(visited - 1)])
-            return sums_ref[...]
-
-        dq = pl.run_scoped(sums, plgpu.WGMMAAccumulatorRef((HALF, H), jnp.float32))
-        plgpu.barrier_arrive(consumed.at[slot(visited - 1)])
-        queries[...] = (dq * scale).astype(dq_ref.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(queries, dq_ref.at[mine])
-        plgpu.wait_smem_to_gmem(0)
-
-    @pl.when(group == 2)
-    def _copy() -> None:
-        plgpu.set_max_registers(hopper.COPY, action="decrease")
-        kv_head = lax.div(head, jnp.int32(readers))
-
-        @pl.loop(0, visited)
-        def _visit(visit: Any) -> None:
-            here = slot(visit)
-            keys = pl.ds(tiles_ref[row, tile, visit] * HALF, HALF)
-            hopper.await_slot(consumed, visit, here, stages)
-            plgpu.copy_gmem_to_smem(k_ref.at[row, keys, kv_head], ring[0].at[here], arrived.at[here])
-            plgpu.copy_gmem_to_smem(v_ref.at[row, keys, kv_head], ring[1].at[here], arrived.at[here])
-            plgpu.copy_gmem_to_smem(first_ref.at[row, keys], ring_numbers[0].at[here], arrived.at[here])
-            plgpu.copy_gmem_to_smem(last_ref.at[row, keys], ring_numbers[1].at[here], arrived.at[here])
-
-        hopper.drain(consumed, visited, stages)
-
-
-def _key_gradients(
-    q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, lse_ref: Any, slope_ref: Any, first_ref: Any, last_ref: Any,
-    tiles_ref: Any, counts_ref: Any, dk_ref: Any, dv_ref: Any, *,
-    still: Any, still_numbers: Any, ring: Any, ring_numbers: Any, there: Any, arrived: Any, consumed: Any,
-    readers: int, scale: float, stages: int,
-) -> None:  # fmt: skip
-    """A program computes 128 keys of a KV head. Scores are keys x queries."""
-    kv_head, row, group = lax.axis_index("head"), lax.axis_index("row"), lax.axis_index("warpgroup")
-    tile = lax.axis_index("tile")
+    tile, of_queries = lax.axis_index("tile"), body is _query_gradients
+    if of_queries:
+        tile = counts_ref.shape[1] - 1 - tile  # the last tiles have most work
     # Under `shard_map`, numbers of arguments vary over mesh axes, and sums do not. A loop's first index must not vary.
     masked, visited = (counts_ref[row, tile, which] + 0 for which in (0, 1))
-    H = q_ref.shape[-1]
-
+    if of_queries:
+        visited = jnp.maximum(visited, 1)  # a tile of padding visits one tile, whose mask excludes all
     slot = functools.partial(hopper.slot, stages)
+
+    def first_of(visit: Any) -> Any:
+        return tiles_ref[row, tile, visit] * HALF
 
     @pl.when(group < 2)
     def _compute() -> None:
         plgpu.set_max_registers(hopper.COMPUTE, action="increase")
         start = tile * TILE + group * HALF
-        keys, values = still[0].at[group], still[1].at[group]
-        mine, line = (row, pl.ds(start, HALF), kv_head), (row, pl.ds(start, HALF))
-        plgpu.copy_gmem_to_smem(k_ref.at[mine], keys, there.at[group])
-        plgpu.copy_gmem_to_smem(v_ref.at[mine], values, there.at[group])
-        plgpu.copy_gmem_to_smem(first_ref.at[line], still_numbers[0].at[group], there.at[group])
-        plgpu.copy_gmem_to_smem(last_ref.at[line], still_numbers[1].at[group], there.at[group])
+        mine = [x.at[group] for x in still]
+        _copy(still_refs, row, head, start, mine, there.at[group])
         plgpu.barrier_wait(there.at[group])
-        first, last = (load(x.at[group], LINES) for x in still_numbers)
-
-        def products(here: Any, visit: Any, dv_ref: Any, mask: bool, scores_ref: Any, dweights_ref: Any) -> Any:
-            """The gradients of a tile's scores; issues the product for those of values."""
-            plgpu.wgmma(scores_ref, keys, ring[0].at[here].transpose((1, 0)))
-            plgpu.wgmma(dweights_ref, values, ring[1].at[here].transpose((1, 0)))
-            lse = load(ring_numbers[0].at[here], COLUMNS)
-            scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-            if mask:
-                query = tiles_ref[row, tile, visit] * HALF
-                query += plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-                reached = query >= lax.broadcast_in_dim(first, scores.shape, [0])
-                reached &= query < lax.broadcast_in_dim(last, scores.shape, [0])
-                scores = jnp.where(reached, scores, MASKED)
-            weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(lse, scores.shape, [1]))
-            dweights = plgpu.wgmma_accumulator_load(dweights_ref, wait_n=0)
-            plgpu.wgmma(dv_ref, weights.astype(v_ref.dtype), ring[1].at[here])
-            slope = load(ring_numbers[1].at[here], COLUMNS)
-            return weights * (dweights - lax.broadcast_in_dim(slope, scores.shape, [1]))
-
-        def add(visit: Any, carry: None, reader: Any, dk_ref: Any, dv_ref: Any, mask: bool) -> None:
-            del carry
-            turn = reader * visited + visit
-            here = slot(turn)
-            plgpu.barrier_wait(arrived.at[here])
-            accumulator = plgpu.WGMMAAccumulatorRef((HALF, HALF), jnp.float32)
-            found = pl.run_scoped(functools.partial(products, here, visit, dv_ref, mask), accumulator, accumulator)
-            plgpu.wgmma(dk_ref, found.astype(q_ref.dtype), ring[0].at[here])
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(consumed.at[here])
-
-        def sums(dk_ref: Any, dv_ref: Any) -> Any:
-            @pl.loop(0, readers)
-            def _reader(reader: Any) -> None:
-                step = functools.partial(add, reader=reader, dk_ref=dk_ref, dv_ref=dv_ref)
-                lax.fori_loop(0, masked, functools.partial(step, mask=True), None)
-                lax.fori_loop(masked, visited, functools.partial(step, mask=False), None)
-
-            return dk_ref[...], dv_ref[...]
-
-        accumulator = plgpu.WGMMAAccumulatorRef((HALF, H), jnp.float32)
-        dk, dv = pl.run_scoped(sums, accumulator, accumulator)
-        keys[...], values[...] = (dk * scale).astype(dk_ref.dtype), dv.astype(dv_ref.dtype)
+        sums = body(_Warpgroup(start, mine, ring, first_of, masked, visited, readers, scale, slot, arrived, consumed))
+        for number, x in enumerate(sums):
+            mine[number][...] = x.astype(results[number].dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(keys, dk_ref.at[mine])
-        plgpu.copy_smem_to_gmem(values, dv_ref.at[mine])
+        for smem, result in zip(mine, results, strict=False):
+            plgpu.copy_smem_to_gmem(smem, result.at[row, pl.ds(start, HALF), head])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(group == 2)
-    def _copy() -> None:
+    def _load() -> None:
         plgpu.set_max_registers(hopper.COPY, action="decrease")
+        turns = visited if of_queries else readers * visited
 
-        @pl.loop(0, readers * visited)
+        @pl.loop(0, turns)
         def _turn(turn: Any) -> None:
-            here, head = slot(turn), kv_head * readers + lax.div(turn, visited)
-            queries = pl.ds(tiles_ref[row, tile, lax.rem(turn, visited)] * HALF, HALF)
+            here = slot(turn)
+            if of_queries:
+                visit, other = turn, lax.div(head, jnp.int32(readers))
+            else:
+                visit, other = lax.rem(turn, visited), head * readers + lax.div(turn, visited)
             hopper.await_slot(consumed, turn, here, stages)
-            plgpu.copy_gmem_to_smem(q_ref.at[row, queries, head], ring[0].at[here], arrived.at[here])
-            plgpu.copy_gmem_to_smem(dout_ref.at[row, queries, head], ring[1].at[here], arrived.at[here])
-            plgpu.copy_gmem_to_smem(lse_ref.at[row, head, queries], ring_numbers[0].at[here], arrived.at[here])
-            plgpu.copy_gmem_to_smem(slope_ref.at[row, head, queries], ring_numbers[1].at[here], arrived.at[here])
+            _copy(moving_refs, row, other, first_of(visit), [x.at[here] for x in ring], arrived.at[here])
 
-        hopper.drain(consumed, readers * visited, stages)
+        hopper.drain(consumed, turns, stages)
+
+
+def _copy(refs: Any, row: Any, head: Any, start: Any, to: list[Any], barrier: Any) -> None:
+    """Copies 64 queries or keys of `[B, T, heads, H]`, of numbers of heads `[B, heads, T]`, or of bounds `[B, T]`."""
+    rows = pl.ds(start, HALF)
+    for ref, smem in zip(refs, to, strict=True):
+        place = {4: (row, rows, head), 3: (row, head, rows), 2: (row, rows)}[ref.ndim]
+        plgpu.copy_gmem_to_smem(ref.at[place], smem, barrier)
+
+
+def _query_gradients(group: _Warpgroup) -> tuple[jax.Array]:
+    """Returns dq. Scores are queries x keys."""
+    (queries, douts, *_), (keys, values, firsts, lasts), slot = group.mine, group.ring, group.slot
+    lse, slope = (load(x, LINES) for x in group.mine[2:])
+
+    def await_tile(visit: Any) -> None:
+        @pl.when(visit < group.visited)
+        def _() -> None:
+            plgpu.barrier_wait(group.arrived.at[slot(visit)])
+
+    def products(visit: Any, sums_ref: Any, before: Any, mask: bool, scores_ref: Any, dweights_ref: Any) -> Any:
+        """The gradients of a tile's scores. The product of the gradients `before` runs meanwhile."""
+        here, running = slot(visit), 0 if before is None else 1
+        plgpu.wgmma(scores_ref, queries, keys.at[here].transpose((1, 0)))
+        plgpu.wgmma(dweights_ref, douts, values.at[here].transpose((1, 0)))
+        if before is not None:
+            plgpu.wgmma(sums_ref, before, keys.at[slot(visit - 1)])
+        scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1 + running)
+        if mask:
+            first, last = (load(x.at[here], COLUMNS) for x in (firsts, lasts))
+            scores = _masked(scores, group.start, 0, first, last)
+        weights = jnp.exp2(scores * (group.scale * LOG2E) - lax.broadcast_in_dim(lse, scores.shape, [0]))
+        dweights = plgpu.wgmma_accumulator_load(dweights_ref, wait_n=running)
+        found = weights * (dweights - lax.broadcast_in_dim(slope, scores.shape, [0]))
+        await_tile(visit + 1)  # ptxas moves no arithmetic across this branch, to behind the product's end
+        return found
+
+    def gradients(visit: Any, before: Any, sums_ref: Any, mask: bool) -> Any:
+        found = pl.run_scoped(functools.partial(products, visit, sums_ref, before, mask), SCORES, SCORES)
+        plgpu.wgmma_wait(0)
+        if before is not None:
+            plgpu.barrier_arrive(group.consumed.at[slot(visit - 1)])
+        # Rounded here: a product that runs still reads the registers of the gradients before.
+        return lax.optimization_barrier(found).astype(queries.dtype)
+
+    def sums(sums_ref: Any) -> Any:
+        await_tile(jnp.int32(0))
+        before = gradients(jnp.int32(0), None, sums_ref, True)
+        step, masked = functools.partial(gradients, sums_ref=sums_ref), group.masked
+        before = lax.fori_loop(1, masked, functools.partial(step, mask=True), before)
+        before = lax.fori_loop(jnp.maximum(masked, 1), group.visited, functools.partial(step, mask=False), before)
+        plgpu.wgmma(sums_ref, before, keys.at[slot(group.visited - 1)])
+        return sums_ref[...]
+
+    dq = pl.run_scoped(sums, plgpu.WGMMAAccumulatorRef(queries.shape, jnp.float32))
+    plgpu.barrier_arrive(group.consumed.at[slot(group.visited - 1)])
+    return (dq * group.scale,)
+
+
+def _key_gradients(group: _Warpgroup) -> tuple[jax.Array, jax.Array]:
+    """Returns dk and dv. Scores are keys x queries."""
+    (keys, values, *_), (queries, douts, lses, slopes) = group.mine, group.ring
+    first, last = (load(x, LINES) for x in group.mine[2:])
+
+    def products(here: Any, visit: Any, dv_ref: Any, mask: bool, scores_ref: Any, dweights_ref: Any) -> Any:
+        """The gradients of a tile's scores; issues the product for those of values."""
+        plgpu.wgmma(scores_ref, keys, queries.at[here].transpose((1, 0)))
+        plgpu.wgmma(dweights_ref, values, douts.at[here].transpose((1, 0)))
+        lse = load(lses.at[here], COLUMNS)
+        scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+        if mask:
+            scores = _masked(scores, group.first_of(visit), 1, first, last)
+        weights = jnp.exp2(scores * (group.scale * LOG2E) - lax.broadcast_in_dim(lse, scores.shape, [1]))
+        dweights = plgpu.wgmma_accumulator_load(dweights_ref, wait_n=0)
+        plgpu.wgmma(dv_ref, weights.astype(values.dtype), douts.at[here])
+        slope = load(slopes.at[here], COLUMNS)
+        return weights * (dweights - lax.broadcast_in_dim(slope, scores.shape, [1]))
+
+    def add(visit: Any, carry: None, reader: Any, dk_ref: Any, dv_ref: Any, mask: bool) -> None:
+        del carry
+        here = group.slot(reader * group.visited + visit)
+        plgpu.barrier_wait(group.arrived.at[here])
+        found = pl.run_scoped(functools.partial(products, here, visit, dv_ref, mask), SCORES, SCORES)
+        plgpu.wgmma(dk_ref, found.astype(keys.dtype), queries.at[here])
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(group.consumed.at[here])
+
+    def sums(dk_ref: Any, dv_ref: Any) -> Any:
+        @pl.loop(0, group.readers)
+        def _reader(reader: Any) -> None:
+            step = functools.partial(add, reader=reader, dk_ref=dk_ref, dv_ref=dv_ref)
+            lax.fori_loop(0, group.masked, functools.partial(step, mask=True), None)
+            lax.fori_loop(group.masked, group.visited, functools.partial(step, mask=False), None)
+
+        return dk_ref[...], dv_ref[...]
+
+    accumulator = plgpu.WGMMAAccumulatorRef(keys.shape, jnp.float32)
+    dk, dv = pl.run_scoped(sums, accumulator, accumulator)
+    return dk * group.scale, dv
+
+
+def _masked(scores: jax.Array, start: Any, axis: int, first: jax.Array, last: jax.Array) -> jax.Array:
+    """Scores whose queries, from `start` on along `axis`, see the keys of the other axis."""
+    query = start + plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=plgpu.Layout.WGMMA)
+    first, last = (lax.broadcast_in_dim(x, scores.shape, [1 - axis]) for x in (first, last))
+    return jnp.where((query >= first) & (query < last), scores, MASKED)

@@ -54,12 +54,7 @@ def crossings(wanted_DD: np.ndarray) -> Sizes:
 
 
 def route(
-    source: np.ndarray,
-    row: np.ndarray,
-    target: np.ndarray,
-    num_devices: int,
-    rows: int,
-    counts: Mapping[str, int],
+    source: np.ndarray, row: np.ndarray, target: np.ndarray, num_devices: int, rows: int, counts: Mapping[str, int]
 ) -> tuple[ExchangeRoute, np.ndarray]:
     """Returns (the route, the row of each requested feature in the final buffer of its `target`). Requested feature `i`
     is row `row[i]` of the `rows` features of device `source[i]`, for device `target[i]`; a feature may be requested

@@ -27,9 +27,7 @@ class EngineModel:
         fails."""
         processor = self._processor
         sampling = SamplingParams(
-            max_new_tokens=question.max_tokens,
-            temperature=question.temperature,
-            stop_ids=processor.eos_ids,
+            max_new_tokens=question.max_tokens, temperature=question.temperature, stop_ids=processor.eos_ids
         )
         prompt = processor.prepare_ids(question_ids(processor, question))
         request = GenerateRequest(f"judge-{next(self._numbers)}", prompt, sampling, seed=question.seed)
