@@ -19,6 +19,7 @@ from models.hf import tensor_names
 from models.inputs import PackedTokens
 from models.shadow import Fetch, ShadowTensor
 from models.tensor_names import TensorName
+from sharding.mesh import exact_products
 from sharding.weights import by_path
 
 from .cache import KVCache, Rows
@@ -119,6 +120,7 @@ class DeviceState:
         self._served = {  # every weight in the shape of updates and in the served dtype
             name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for name, x in by_name(params).items()
         }
+        exact_products(self.cache_dtype)
         self._settle(layout)
         self.params = None
         if not is_abstract(model):

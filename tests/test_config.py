@@ -132,6 +132,13 @@ def test_a_checkpoints_run_does_not_list_the_tiny_models_sizes(tmp_path):
     assert "hidden_size" in str(to_json(Config())), "of the tiny model they are settings"
 
 
+@pytest.mark.parametrize("content", [b"[]", b'{"model": 3}', b'{"data": {"sources": []}}', b'{"seed"', b"\xff"])
+def test_a_damaged_configuration_is_named(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.json is damaged"):
+        run_folder.read_config(tmp_path)
+
+
 def test_settings_that_may_be_unread_exist_and_are_named_once_each():
     """A renamed field must not silently lose its line."""
     names = {name for name, _ in cli.flatten(Config())}

@@ -91,7 +91,7 @@ def read_config(folder: pathlib.Path) -> Config:
         raise ConfigError(f"{folder} is not a run folder: it has no {CONFIG}")
     try:
         config = from_json(json.loads(file.read_text()))
-    except json.JSONDecodeError as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError) as error:  # the last two: no section
         raise ConfigError(f"{file} is damaged: {error}") from None
     config.run_dir = str(folder)
     return config

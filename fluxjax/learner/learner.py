@@ -27,7 +27,7 @@ from models.config import TextConfig
 from models.decoder import Decoder, is_abstract, shapes_only
 from models.inputs import PackedTokens
 from sharding.links import Links
-from sharding.mesh import make_mesh
+from sharding.mesh import exact_products, make_mesh
 from sharding.walk import Params, Tally
 from sharding.weights import WeightSpec, by_path, like, map_weights, with_shardings
 
@@ -75,6 +75,7 @@ class Learner:
         their layout fits. The policy's distribution has no token ids of `never_sampled`. Raises
         `sharding.mesh.MeshError` if there are fewer devices than `config.sharding.devices`. Raises ConfigError if
         `sharding.strategy.hybrid` is on and the mesh can't be cut into hosts of `sharding.devices_per_host` devices."""
+        exact_products(config.model.compute_dtype.value)
         self.config = config
         self.mesh = make_mesh(config.sharding.devices) if mesh is None else mesh
         self._lora = lora_of(config)

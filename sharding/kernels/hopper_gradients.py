@@ -28,13 +28,12 @@ SCORES = plgpu.WGMMAAccumulatorRef((HALF, HALF), jnp.float32)
 
 @dataclasses.dataclass(frozen=True)
 class _Warpgroup:
-    """What a warpgroup computes with: its 64 queries (or keys) in shared memory, and tiles of the other ones in a ring.
-    `mine` and `ring` are matrices `[64, H]` and numbers `[64]`, the ring's with a leading dimension of slots: of
-    queries (q, dout, lse, slope), of keys (k, v, first, last)."""
+    """A warpgroup that computes: it has 64 queries in shared memory, and keys come through a ring, or the reverse. Arrays
+    of queries are (q, dout, lse, slope), those of keys (k, v, first, last)."""
 
-    start: Any  # index of the first query or key in the row
-    mine: list[Any]
-    ring: list[Any]
+    start: Any  # index in the row of the first query or key in `mine`
+    mine: list[Any]  # two matrices [64, H] and two arrays of numbers [64]
+    ring: list[Any]  # the same with a leading dimension of slots
     first_of: Callable[[Any], Any]  # index of the first query or key of a visited tile
     masked: Any  # number of tiles that need the mask; they come first
     visited: Any
@@ -138,11 +137,11 @@ def _kernel(
         def _turn(turn: Any) -> None:
             here = slot(turn)
             if of_queries:
-                visit, other = turn, lax.div(head, jnp.int32(readers))
+                visit, its_head = turn, lax.div(head, jnp.int32(readers))
             else:
-                visit, other = lax.rem(turn, visited), head * readers + lax.div(turn, visited)
+                visit, its_head = lax.rem(turn, visited), head * readers + lax.div(turn, visited)
             hopper.await_slot(consumed, turn, here, stages)
-            _copy(moving_refs, row, other, first_of(visit), [x.at[here] for x in ring], arrived.at[here])
+            _copy(moving_refs, row, its_head, first_of(visit), [x.at[here] for x in ring], arrived.at[here])
 
         hopper.drain(consumed, turns, stages)
 

@@ -91,7 +91,7 @@ def own_address(peer_hosts: Sequence[str]) -> str:
                     local = probe.getsockname()[0]
             except OSError:
                 continue
-            if not local.startswith("127."):  # some hosts map their own name to loopback
+            if not is_loopback(local):  # some hosts map their own name to loopback
                 return local
     return "127.0.0.1"
 

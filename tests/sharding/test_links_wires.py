@@ -156,6 +156,7 @@ def test_a_process_that_never_comes(door: socket.socket) -> None:
 def test_addresses() -> None:
     assert place() == place()
     listen(own_address(["no-such-host.invalid"]), 2).close()  # it is one of this host
+    assert own_address(["localhost", "::1"]) == own_address([])  # no other host reaches a loopback address
 
 
 def test_data_comes_whole_and_in_order_behind_its_message(pair: Pair) -> None:

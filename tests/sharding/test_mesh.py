@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from sharding.mesh import REPLICA, MeshError, group_axes, make_mesh
+from sharding.mesh import REPLICA, MeshError, Target, compiling_for, exact_products, group_axes, make_mesh
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,20 @@ def test_nested_groups_are_trailing_axes():
     for degree in (0, 3, 16):
         with pytest.raises(MeshError, match=f"no group of {degree} devices"):
             group_axes(axes, degree)
+
+
+def test_gpus_multiply_float32_in_float32_unless_the_user_chose(monkeypatch):
+    def precision(dtype, platform="gpu", before=None):
+        with monkeypatch.context() as patch, compiling_for(Target(platform, 90)):
+            patch.setattr(jax.config, "update", lambda name, value: chosen.append((name, value)))
+            chosen: list = []
+            with jax.default_matmul_precision(before):
+                exact_products(dtype)
+        return chosen
+
+    assert precision("float32") == [("jax_default_matmul_precision", "highest")]
+    assert (
+        not precision("bfloat16")
+        and not precision("float32", "cpu")
+        and not precision("float32", before="tensorfloat32")
+    )
