@@ -1,4 +1,4 @@
-"""Errors that a user can mend, in one line that names the field, the file or the record, and the fix."""
+"""Errors that a user can mend. Their text is one line, which names the field, the file or the record, and the fix."""
 
 USER, LOST = 2, 3  # exit statuses of `fluxjax.train`: an error for the user to mend, the loss of another process
 

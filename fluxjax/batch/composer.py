@@ -50,7 +50,7 @@ class Composer:
     `text` bounds the number of devices of a sequence (None: no bound). `shapes` remembers the buffer sizes of earlier
     microbatches, and is part of a run's state.
 
-    Raises ConfigError for `packing` that can hold nothing, for a degree that `num_devices` does not allow, and for an
+    Raises ConfigError for a `packing` that can hold nothing, for a degree that `num_devices` does not allow, and for an
     unreadable calibration.
     """
 

@@ -28,7 +28,7 @@ from .share import Item, Outline, Piece, TrainGroup, check, first_fit, pieces_of
 from .spreading import Spreading
 from .work import Estimate, estimate
 
-EVEN_TOKENS = 0.95  # mean over maximum of the devices' tokens; above it, no device counts as idle
+EVEN_TOKENS = 0.95  # mean of the devices' tokens, divided by the maximum; above this ratio, no device counts as idle
 CUTS = 3  # bounds on a piece's responses that are tried with shared prompts; each is half of the previous bound
 WORTH = 0.01  # share of a step's predicted time that further copies of prompts must save
 
@@ -47,7 +47,7 @@ class OwnPace:
         self._replica = replica_size(num_devices)  # devices over which a microbatch's media are spread
 
     def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
-        """Returns the microbatches, and the groups that `Piece.item` counts. First come microbatches of all devices
+        """Returns the microbatches, and the groups to which `Piece.item` refers. First come microbatches of all devices
         together, then microbatches of single devices. Microbatches of single devices are sorted by device, then by
         decreasing work. A device may have no microbatch of its own.
 
@@ -55,7 +55,7 @@ class OwnPace:
         prompt. A group that exceeds a device's row, or makes the work uneven, is cut into several sequences. Without
         `packing.share_prompts` each response is a sequence.
 
-        Raises ConfigError, naming prompt and field, for a sequence or media that the devices of a sequence do not hold.
+        Raises ConfigError, naming prompt and field, for a sequence or media that the devices of a sequence cannot hold.
         """
         parts, together, rest = self._together(groups)
         groups = [*together, *rest]
@@ -93,9 +93,9 @@ class OwnPace:
         return best
 
     def _together(self, groups: Sequence[TrainGroup]) -> tuple[list[Part], list[TrainGroup], list[TrainGroup]]:
-        """Returns the microbatches that all devices compute together, and the groups that `Piece.item` counts in these
-        microbatches. Also returns the groups of all remaining responses. Raises ConfigError, naming prompt and field,
-        for a sequence too long for `degree` devices, and if no plan exists."""
+        """Returns the microbatches that all devices compute together, the groups to which `Piece.item` refers in these
+        microbatches, and the groups of all remaining responses. Raises ConfigError, naming prompt and field, for a
+        sequence too long for `degree` devices, and if no plan exists."""
         large, rest = self._split(groups)
         if not large:
             return [], [], rest
@@ -118,7 +118,7 @@ class OwnPace:
 
     def _split(self, groups: Sequence[TrainGroup]) -> tuple[list[TrainGroup], list[TrainGroup]]:
         """Returns the groups of responses that need several devices, and the groups of responses that one device holds.
-        Both lists may have a group, with different responses. With `packing.share_prompts`, a response that one device
+        A group may be in both lists, with different responses. With `packing.share_prompts`, a response that one device
         could hold may stay with the longer responses of its group (see `_followed`)."""
         room, share, patches = self._room.tokens, self._room.share_prompts, self._room.whole_patches
         degree, replica = self.degree, self._replica
@@ -208,8 +208,8 @@ def work_of(estimate: Estimate, pieces: Sequence[Piece]) -> np.ndarray:
 
 def _followed(item: Item, beyond: set[int], room: int, all_room: int) -> set[int]:
     """Returns the responses to compute on several devices: `beyond`, which are too long for one device, and perhaps
-    responses that share their copies of the prompt. Further responses are added if the saved copies have more tokens
-    than these responses."""
+    further responses, which then need no other copy of the prompt. These are added if the copies that this saves have
+    more tokens than the added responses."""
     responses = set(range(len(item.responses)))
 
     def copies(together: set[int]) -> int:

@@ -16,8 +16,8 @@ _OBVIOUS = ("", "be greater than 0", "not be negative")  # bounds that are left 
 
 
 def help_text(doc: str, config: Config, word: str = "") -> str:
-    """Returns what `--help` prints: `doc`, then every setting that `config` does not list as unread, with its value;
-    with a `word`, only the entries that contain it."""
+    """Returns what `--help` prints: `doc`, then every setting that `config` does not list as unread, with its value.
+    With a `word`, returns only the entries that contain it."""
     entries = [
         entry for name, entry in _entries(config, "") if not lies_in(name.removeprefix("--config."), config.unread)
     ]

@@ -1,8 +1,8 @@
 """The Arrow Flight server of a preprocessor, which measures media and hands out requested slices of their patches.
 
 The server is FlexRL's Local Preprocessor (section 4). It serves the media settings of its first client only. Without a
-token, everybody who can connect may read all images and videos of this machine. This server can refuse a question only
-after gRPC has received up to 2 GiB of the question.
+token, everybody who can connect may read all images and videos of this machine. This server can refuse a client's
+question only after gRPC has received up to 2 GiB of it.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class FlightServer(flight.FlightServerBase):
         return {"protocol": PROTOCOL, "digest": self._of(question).settings.digest, "threads": self._threads}
 
     def _of(self, question: Mapping[str, Any]) -> _Served:
-        """Returns the question's settings and their store, which the first question makes. Raises BadQuestion."""
+        """Returns the settings in a question, and their store, which the first question makes. Raises BadQuestion."""
         try:
             settings = MediaSettings.from_json(question["settings"])
             settings.digest  # noqa: B018  (raises for values without a digest)

@@ -1,8 +1,8 @@
 """Opens the sources of a run, and draws prompts from the sources.
 
 The order of draws is a Grain data set that shuffles sources anew each epoch, and mixes sources by weight. The order is
-a pure function of seed, source names, source sizes, weights and draw. A resumed run with the same sources therefore
-needs only the number of the next draw.
+a pure function of seed, source names, source sizes, weights and draw. A resumed run with the same sources and weights
+therefore needs only the number of the next draw.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def _open(config: Config, name: str, path: str, *manifests: str, held_out: bool 
     if not path:
         from ..tasks.embedded import ensure
 
-        # A digit has `cell` pixels a side, one merged feature of the tiny model. A frame of a clip has 2 x 2 of them.
+        # A merged feature of the tiny model covers `cell` x `cell` pixels: a digit, or a quarter of a clip's frame.
         cell = 0 if config.model.path else 2 * int(str(config.model.tiny["patch_size"]))
         folder = ensure(name, cell=cell)
         found = (folder / manifest for manifest in manifests if (folder / manifest).exists())
@@ -195,7 +195,7 @@ def _mix(weights: Mapping[str, float], begins: Mapping[str, int]) -> grain.MapDa
 
 
 def _next_places(places: grain.MapDataset[Place], start: int, sources: int) -> dict[str, int]:
-    """Returns each source's first position among the elements of a mixture from `start` on."""
+    """Skips `start` elements of a mixture, and returns the position of each source's next element."""
     first: dict[str, int] = {}
     for position in itertools.count(start):
         name, index = at(places, position)

@@ -10,7 +10,7 @@ import numpy as np
 
 
 class TensorDumps:
-    """The folder of dumps that a server was started with. Each rank writes a file for each forward pass. Raises
+    """The folder into which a server dumps tensors. Each rank writes a file for each forward pass. Raises
     ValueError if there is no such folder, or no PyTorch to read dumps with."""
 
     def __init__(self, folder: str) -> None:

@@ -93,7 +93,7 @@ class ServerComparison:
         self._agreed: list[Answered] = []  # answers on whose log-probs both sides agree
 
     async def findings(self) -> AsyncIterator[Finding]:
-        """Yields findings, in the order of cause. Raises EngineError for a server that can't be reached."""
+        """Yields the finding of each check. Raises EngineError for a server that can't be reached."""
         try:
             info = {**await self._client.ask("/model_info"), **await self._client.ask("/server_info")}
             names, exact = ("version", "model_path", "dtype", "weight_version"), info.get("dtype") == "float32"
@@ -116,7 +116,7 @@ class ServerComparison:
             await self._client.close()
 
     async def _tokens(self, name: str) -> Finding:
-        """Compares token ids: of each probe's prompt as text (`token ids`), or of its message (`template`)."""
+        """Compares the token ids of each probe: of its prompt as text (`token ids`), or of its message (`template`)."""
         if name == "template" and not self._processor.chat_template:
             return Finding(name, f"{self._folder} has no chat template", asked=False)
         decode = functools.partial(self._processor.decode, skip_special_tokens=False)
@@ -155,7 +155,7 @@ class ServerComparison:
 
     async def _located(self, unexplained: Finding, probe: Probe, dumps: TensorDumps) -> Finding:
         """Compares hidden states after each decoder layer. Returns a finding with the name of the first layer that
-        differs. If no layer differs, or if layer 0 of a model with a tower differs, the finding has the name of
+        differs. If no layer differs, or if layer 0 differs for a probe with media, the finding has the name of
         `unexplained`."""
         ours = [state_TD for part, state_TD in our_parts(self._trainer.model, probe.inputs).items() if "layer" in part]
         earlier = dumps.passes()
@@ -250,7 +250,7 @@ def _differs(part: str, detail: str) -> Finding:
 
 
 def _relative(ours_TD: np.ndarray, theirs_TD: np.ndarray) -> float:
-    """Returns the norm of the difference of two hidden states over the norm of ours, as a mean over tokens."""
+    """Returns the norm of the difference of two hidden states divided by the norm of ours, as a mean over tokens."""
     return float(np.mean(np.linalg.norm(ours_TD - theirs_TD, axis=-1) / np.linalg.norm(ours_TD, axis=-1)))
 
 
@@ -299,8 +299,8 @@ def suspects(processor: Processor, probe: Probe, request: GenerateRequest) -> It
     )
     misplaced = {
         ("all axes", "the server counts tokens on all axes, as for text"): np.tile(np.arange(len(inputs)), (3, 1)),
-        ("height and width", "the server has the positions of time in the place of both"): positions_3T[[0, 0, 0]],
-        ("height and width", "the server has the two exchanged"): positions_3T[[0, 2, 1]],
+        ("height and width", "the server has the positions of time for both height and width"): positions_3T[[0, 0, 0]],
+        ("height and width", "the server exchanges height and width"): positions_3T[[0, 2, 1]],
     }
     for (axis, name), by in itertools.product(enumerate(("time", "height", "width")), (1, -1)):
         shift_3T = by * np.outer(np.arange(3) == axis, shown_T)

@@ -119,7 +119,7 @@ class HostCollector(StatusCollector):
     metrics: ClassVar = {
         "devices": (GAUGE, "devices that the process trains on"),
         "memory_bytes": (GAUGE, "resident memory after the process's last step"),
-        "device_memory_bytes": (GAUGE, "the most bytes in use on the fullest device of the process, 0: unknown"),
+        "device_memory_bytes": (GAUGE, "peak of the bytes in use on the fullest device of the process, 0: unknown"),
         "step": (GAUGE, "training steps since the process was started"),
         "prepare_seconds": (GAUGE, "time for planning, reading media and laying out the last step"),
         "train_seconds": (

@@ -3,7 +3,7 @@ r"""The comparison of two answers by math-verify, as a worker process calls it. 
 Math-verify accepts these pairs as equal; `strict` refuses them:
 - `12\%` and `12`: here, `12\%` is 0.12;
 - `(1,2)` and `\{1,2\}`: math-verify reads the first as an interval, and compares the ends;
-- any two equations for which sympy lists no solution, as `AB = BA + 1` and `AB = BA`.
+- any two equations for which sympy lists no solution, such as `AB = BA + 1` and `AB = BA`.
 
 Math-verify accepts numbers that are equal to six decimals, as two small numbers always are. Numbers are therefore
 compared here.

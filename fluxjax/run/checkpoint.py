@@ -42,8 +42,8 @@ class Checkpoints:
 
     def __init__(self, folder: pathlib.Path, keep: int, *, read_only: bool = False, largest: int = 0) -> None:
         """`read_only` leaves all files unchanged, since a run may still be writing. `largest` is the size of the
-        largest array, in bytes. About as many bytes are encoded or decoded at a time, to bound the host memory. Raises
-        `ResumeError` if the folder cannot be created."""
+        largest array, in bytes. About as many bytes, or 1 GB if that is more, are encoded or decoded at a time, to
+        bound the host memory. Raises `ResumeError` if the folder cannot be created."""
         self.folder = folder.absolute()
         self._at_once = math.ceil(max(1.1 * largest, _LEAST_AT_ONCE) / 1e9)  # Orbax counts in GB
         self._keep = keep

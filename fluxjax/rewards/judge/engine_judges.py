@@ -47,7 +47,7 @@ class EngineModel:
 
 class StreamedJudgeModel:
     """Asks a judge whose layers travel from host memory (`rollout.streamed_judge`), because the judge shares a device
-    with the run's engines. The judge answers greedily, so that its reward should have `retries=0`."""
+    with the run's engines. The judge answers greedily, so its reward should have `retries=0`."""
 
     def __init__(self, judge: StreamedJudge, processor: Processor) -> None:
         self._judge, self._processor = judge, processor
