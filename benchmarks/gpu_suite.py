@@ -63,23 +63,22 @@ PARTS = {
     "attention_candidates": Part(
         240,
         120,
-        "1 x 16k, TFLOP/s: ours 440-470 forward, 350-380 backward; Mosaic 540-620, 380-460; cuDNN 600, 520; branches: "
-        "Mosaic takes 0.75-0.85 of ours forward, 0.8-1.0 backward",
+        "1 x 16k, TFLOP/s: ours 620-640 forward, 455-470 backward (measured before its frame was shared), Triton 421, "
+        "376; heads of 256: Triton takes 0.3-0.6 of portable",
     ),
     "head": Part(
         80, 20, "fused: forward 40 ms (450 TFLOP/s), backward 105 (340); portable: forward 55-70, backward 150+"
     ),
     "train": Part(
-        180,
-        105,
-        "remat=layer 403-418 ms (428 before), 39-41k tokens/s, MFU 38.8-40.3 %; remat=dots 393-413 ms, MFU 39.3-41.3 "
-        "%; remat=none at 8192 tokens 212-228 ms (239 before); peak memory within 5 % of the pre-flight's",
+        200,
+        115,
+        "remat=layer 390-405 ms, remat=dots 368-380 ms (398 and 374 measured), four microbatches 1420-1450 ms, MFU "
+        "44.7-45.7 %; remat=none at 8192 tokens 205-213 ms (216 by Triton's kernels)",
     ),
     "engine": Part(
         140,
         60,
-        "decoding in place: 64 slots: 4.1-4.6 ms a token (4.7 measured with gathered pages), 8 slots: 2.8-3.1 (3.06); "
-        "2-4 ms of the host a round of 4 tokens; one decode program for each number of rows",
+        "as measured: 3.0 ms a token at 64 slots, 2.4 at 8 (4.7 and 3.06 with gathered pages and rounds of 4)",
     ),
     "trace": Part(
         75,
@@ -90,8 +89,8 @@ PARTS = {
     "loop": Part(
         240,
         200,
-        "without autotuning, 60-90 s to the first step of RL, then 0.15-0.35 s a step, GPU busy < 15 %; "
-        "log-probabilities differ by < 1e-4",
+        "as measured, 122 s to the first step of RL, then 0.37 s a step; log-probabilities differ by < 1e-5 (1.9e-4 "
+        "with TF32)",
         flags=(UNTUNED,),
     ),
     "rounds": Part(150, 90, "rounds of 64 tokens take 25 % less a token than rounds of 4, at 8 prompts"),

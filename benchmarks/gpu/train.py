@@ -2,17 +2,17 @@
 pre-flight's.
 
 Weights are float32 and computed with in bfloat16; a step is one microbatch, a packed row of 8 segments, and the update.
-A first case computes layers again in the backward pass. A second case keeps the products with weights. A third case
-keeps all activations of a shorter row, with moments in bfloat16, as when an earlier program kept 46 GiB.
+A first case computes layers again in the backward pass. A second case keeps the products with weights, a third one has
+four microbatches for each update, as steps of RL have several. The last case keeps all activations of a shorter row,
+with moments in bfloat16.
 
 MFU = (6 N T + A) / (seconds * 989e12) with N weights (the embedding counts once, as the head), T tokens and
 A = 12 * layers * heads * head_dim * pairs: two products forward and four backward, 2 FLOPs each, over the pairs of
 tokens that see each other. Recomputation does not count.
 
-Predicted, from the bytes of the program compiled for an H100 and from 428 ms (MFU 37.9 %) that an earlier program took:
-16,384 tokens with layers computed again 403-418 ms a step, 39-41k tokens/s, MFU 38.8-40.3 %, peak within 5 % of
-arguments and temporaries; with products kept 393-413 ms, MFU 39.3-41.3 %; 8,192 tokens with all kept, 239 ms earlier:
-212-228 ms, MFU 34.6-37.2 %. All kept takes about 29 GiB of temporaries in place of 46.
+An H100 took 398 and 374 ms for the first two cases with attention by Mosaic's kernels, 412 and 391 by Triton's (MFU
+40.7 and 43.4 %, 39.4 and 41.5 %), and 216 ms for the last by Triton's. The update reads and writes about 50 GB, 15 to
+20 ms. Predicted for four microbatches: 1,420-1,450 ms, MFU 44.7-45.7 %.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def measure(figures: part.Figures, dry: bool) -> None:
     use_compile_cache()
     tokens = 256 if dry else 16384
     cases = {
-        "layers computed again": (tokens, Remat.LAYER),
-        "products kept": (tokens, Remat.DOTS),
-        "all kept": (tokens // 2, Remat.NONE),
+        "layers computed again": (tokens, Remat.LAYER, 1),
+        "products kept": (tokens, Remat.DOTS, 1),
+        "products kept, 4 microbatches": (tokens, Remat.DOTS, 4),
+        "all kept": (tokens // 2, Remat.NONE, 1),
     }
     model = random_qwen.sizes(dry)
     began = time.perf_counter()
@@ -58,11 +59,11 @@ def measure(figures: part.Figures, dry: bool) -> None:
         weights=parameter_count(random_qwen.models.abstract(model)),
         draw_seconds=round(time.perf_counter() - began, 1),
     )
-    for name, (row, remat) in cases.items():
-        figures.attempt(name, functools.partial(_case, learner, row, remat))
+    for name, case in cases.items():
+        figures.attempt(name, functools.partial(_case, learner, *case))
 
 
-def _case(learner: Learner, tokens: int, remat: Any) -> dict[str, Any]:
+def _case(learner: Learner, tokens: int, remat: Any, microbatches: int) -> dict[str, Any]:
     from gpu import random_qwen
 
     from fluxjax.algorithms import find_algorithm
@@ -75,7 +76,7 @@ def _case(learner: Learner, tokens: int, remat: Any) -> dict[str, Any]:
         config.optim.moments_dtype = DType.BFLOAT16
     learner.opt_state = None  # frees its memory for the new state
     learner.reset(find_algorithm(config.algorithm).token_loss)  # other settings: other programs
-    steps = random_qwen.microbatches(config, learner.text, SEGMENTS)
+    steps = random_qwen.microbatches(config, learner.text, SEGMENTS) * microbatches
     before = random_qwen.memory(device)
     began = time.perf_counter()
     learner.gradients.compile_ahead(learner.params, [steps[0].batch], scores=False)
@@ -88,7 +89,7 @@ def _case(learner: Learner, tokens: int, remat: Any) -> dict[str, Any]:
     learner.step(steps)
     seconds = [_timed(learner, steps) for _ in range(STEPS)]
     median = statistics.median(seconds)
-    flops = _flops(learner, tokens)
+    flops = microbatches * _flops(learner, tokens)
     found = random_qwen.memory(device)
     return {
         "tokens": tokens,
@@ -99,7 +100,7 @@ def _case(learner: Learner, tokens: int, remat: Any) -> dict[str, Any]:
         "first_step_seconds": round(first_seconds, 1),
         "ms": round(1e3 * median, 2),
         "ms_all": [round(1e3 * taken, 2) for taken in seconds],
-        "tokens_per_second": round(tokens / median),
+        "tokens_per_second": round(microbatches * tokens / median),
         "tflops": round(flops / median / 1e12, 1),
         "mfu": round(flops / median / random_qwen.PEAK, 4) if Target.of(device).is_gpu else None,
         "loss": first["loss"],
@@ -139,8 +140,8 @@ def _predicted(learner: Learner, program: Any, batch: Any) -> dict[str, float]:
 
 
 def _kernels(program: Any) -> set[str]:
-    """The Triton kernels of this project that a program calls; none on a CPU."""
-    return set(re.findall(r"(?:flash|head)_kernels_\w+", program.as_text() or ""))
+    """The kernels of this project that a program calls; none on a CPU."""
+    return set(re.findall(r"(?:(?:flash|head)_kernels|hopper)_\w+", program.as_text() or ""))
 
 
 def _flops(learner: Learner, tokens: int) -> float:

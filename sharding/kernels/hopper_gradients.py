@@ -28,8 +28,8 @@ SCORES = plgpu.WGMMAAccumulatorRef((HALF, HALF), jnp.float32)
 
 @dataclasses.dataclass(frozen=True)
 class _Warpgroup:
-    """A warpgroup that computes: it has 64 queries in shared memory, and keys come through a ring, or the reverse. Arrays
-    of queries are (q, dout, lse, slope), those of keys (k, v, first, last)."""
+    """A warpgroup that computes. It holds 64 queries in shared memory while keys come through a ring, or the reverse.
+    Arrays of queries are (q, dout, lse, slope), those of keys (k, v, first, last)."""
 
     start: Any  # index in the row of the first query or key in `mine`
     mine: list[Any]  # two matrices [64, H] and two arrays of numbers [64]
