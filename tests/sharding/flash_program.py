@@ -3,12 +3,15 @@
 python flash_program.py interpret           in Triton's interpreter (TRITON_INTERPRET=1), against the portable kernel
 python flash_program.py assemble 90         compiles them for a compute capability, and assembles what comes out
 python flash_program.py dispatch            which programs of `sharding.kernels` call them, in JAX for a mesh of GPUs
+python flash_program.py hopper              Mosaic's kernels, compiled for two described H100
 python flash_program.py device              on this machine's GPU, against the portable kernel
 
 A process of its own: tests on CPU devices must not see the CUDA plugin, and Triton reads the environment at import.
 """
 
+import collections
 import pathlib
+import re
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
@@ -20,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from triton_code import kernel_calls, machine_code, meshes, run_one
 
 from sharding.kernels import flash, tiles
-from sharding.kernels.attention import Mask, attention, segment_attention
+from sharding.kernels.attention import Mask, attention, packed_attention, segment_attention
 from sharding.mesh import Target, Tiling, compiling_for, runs_triton
 
 # name: (dtype, query heads, KV heads, head size, causal, lengths of each row's segments); a list is one with branches
@@ -177,5 +180,36 @@ def dispatch():
         return found | {"on an old GPU": calls(masked, mesh)}
 
 
+def hopper():
+    """The calls of Mosaic's kernels, and the bytes of temporaries, of three layers that are computed again backward, in
+    a `shard_map` that checks what varies."""
+    from jax.experimental import topologies
+
+    root = pathlib.Path(__file__).resolve().parents[2]
+    config = (root / "fluxjax" / "sizing" / "targets" / "h100.txtpb").read_text()
+    found = topologies.get_topology_desc(
+        platform="cuda", topology_name="h100", topology="1x1x2", target_config=config
+    ).devices
+    mesh = jax.sharding.Mesh(np.array(found), ("d",))
+    flash.for_hopper = lambda queries: True  # with CUDA 12, too: nothing is executed
+
+    def array(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, P("d")))
+
+    def loss(q, k, v, segments, branches):
+        attend = packed_attention(segments, branches, q)
+        layer = jax.checkpoint(lambda x, _: (x + attend(x, k, v), None))
+        return jnp.sum(jax.lax.scan(layer, q, None, length=3)[0].astype(jnp.float32) ** 2)
+
+    grads = jax.shard_map(jax.grad(loss, (0, 1, 2)), mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=True)
+    keys, numbers = array(jnp.bfloat16, 2, 4096, 2, 128), array(jnp.int32, 2, 4096)
+    with compiling_for(Target("gpu", 90)):
+        compiled = jax.jit(grads).lower(array(jnp.bfloat16, 2, 4096, 8, 128), keys, keys, numbers, numbers).compile()
+    memory, hlo = compiled.memory_analysis(), compiled.as_text() or ""
+    assert memory is not None
+    names = re.findall(r'custom_call_target="mosaic_gpu\w*".*/hopper_(\w+)/', hlo)
+    return {"kernels": dict(collections.Counter(names)), "temporaries": memory.temp_size_in_bytes}
+
+
 if __name__ == "__main__":
-    run_one(interpret=interpret, assemble=assemble, dispatch=dispatch, device=device)
+    run_one(hopper=hopper, interpret=interpret, assemble=assemble, dispatch=dispatch, device=device)

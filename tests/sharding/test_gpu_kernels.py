@@ -101,6 +101,15 @@ def test_a_program_for_an_h100_has_no_logits_in_memory():
     assert found["fused"]["temporaries"] < found["portable"]["temporaries"]
 
 
+@pytest.mark.slow
+def test_attention_of_an_h100_calls_mosaics_kernels_and_holds_no_scores():
+    found = run_ahead(PROGRAMS["flash"], "hopper")
+    # A loop over layers each way: forward, and forward again with the gradients.
+    assert found["kernels"] == {"forward": 2, "query_gradients": 1, "key_gradients": 1}
+    layers = 3 * 4096 * 8 * 128 * 2  # the inputs of the layers, in bfloat16
+    assert found["temporaries"] < 5 * layers < 4 * 8 * 4096 * 4096  # the scores of one layer
+
+
 def test_cpus_and_old_gpus_compute_portably(monkeypatch):
     monkeypatch.setattr("sharding.mesh._importable", lambda: True)
     hidden, weights = jnp.zeros((1, 8, 64)), jnp.zeros((32, 64))
