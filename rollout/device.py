@@ -128,7 +128,7 @@ class DeviceState:
         self.cache: KVCache | None = None  # None until a program needs it; a failure, a move or sleep drops it
         self.last_N: jax.Array | None = None  # made with the cache: the last token of each slot's sample, or `ENDED`
         self.shapes: set[Program] = set()  # of all calls so far
-        self.compiling: dict[Program, concurrent.futures.Future[Any]] = {}  # before their first call, by threads
+        self.compiling: dict[Program, concurrent.futures.Future[Any]] = {}  # compiled by threads before the first call
 
     def _settle(self, layout: EngineLayout) -> None:
         self.layout = layout
@@ -163,9 +163,8 @@ class DeviceState:
             raise EngineError("the engine has no weights")
         stacks = {kind: list(map(by_path, layers)) for kind, layers in params.items() if isinstance(layers, list)}
         outer = by_path({name: value for name, value in params.items() if name not in stacks})
-        held: list[
-            tuple[TensorName, Sequence[jax.Array] | jax.Array, int]
-        ] = []  # the int: how many of the input axes stand last
+        # The int is the number of axes that move from the end to the front, so that input axes come first.
+        held: list[tuple[TensorName, Sequence[jax.Array] | jax.Array, int]] = []
         for entry in tensor_names(served(self.abstract.config)):
             if layers := stacks.get(entry.path[0]):
                 held.append((entry, [layer[entry.path[1:]] for layer in layers], self._matrices.get(entry.path, 0)))

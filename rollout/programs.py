@@ -58,8 +58,8 @@ class Starts:
 
 
 class EnginePrograms:
-    """The compiled programs of one architecture. Engines of equal settings share an object (`programs`). `rows` are the
-    shardings of the cache's arrays and of a prefill's rows, if several devices compute together. All programs keep
+    """The compiled programs of one architecture. `programs` gives engines of equal settings the same object. `rows` are
+    the shardings of the cache's arrays and of a prefill's rows, if several devices compute together. All programs keep
     these shardings, so that a cache can be donated. The compiler chooses all other shardings."""
 
     walk = Walk()
@@ -181,7 +181,7 @@ class EnginePrograms:
         writes: PageWrites,
         starts: Starts,
     ) -> tuple[KVCache, Int[Array, " N"], Int[Array, "B 1"], Float[Array, "B 1"], Int[Array, " B"]]:
-        """Fills pages, and samples one token of each of the samples `starts`. Returns a tuple as `_decode` does."""
+        """Fills pages, and samples one token for each of `starts`. Returns a tuple as `_decode` does."""
         cache = self._fill(cache, rows, writes)
         model, _ = model_by_layers(self.graphdef, params)
         logits_BV = self._logits(model, hidden_BTD[starts.row_B, starts.last_B])
@@ -198,9 +198,9 @@ class EnginePrograms:
     def _decode(
         self, params: LayerParams, cache: KVCache, last_N: Int[Array, " N"], batch: DecodeRound
     ) -> tuple[KVCache, Int[Array, " N"], Int[Array, "B R"], Float[Array, "B R"], Int[Array, " B"]]:
-        """Decodes up to `batch.steps` tokens a sample. Returns (cache, last tokens of all slots, new tokens, log-probs,
-        each sample's number of new tokens). A sample ends at a stop id (counted) or at its limit; the round ends with
-        the last sample or after the steps."""
+        """Decodes up to `batch.steps` tokens for each sample. Returns (cache, last tokens of all slots, new tokens,
+        log-probs, each sample's number of new tokens). A sample ends at a stop id (counted) or at its limit; the round
+        ends with the last sample or after the steps."""
         model, layers = model_by_layers(self.graphdef, params)
         text = model.config.text
         B, room = batch.entries_BR.shape
@@ -358,8 +358,8 @@ def _sample_sorted(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: A
 
 
 def _sample_candidates(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: Array) -> tuple[Array, Array]:
-    """Returns (tokens as of `_sample_sorted`, among the `CANDIDATES` most probable; for each slot, whether these
-    suffice)."""
+    """Returns (the tokens that `_sample_sorted` would return, found among the `CANDIDATES` most probable tokens; for
+    each slot, whether these candidates suffice)."""
     logits_BC, ids_BC = jax.lax.top_k(logits_BV, CANDIDATES)  # equal logits rank by token id here, too
     noise_BC = jnp.take_along_axis(noise_BV, ids_BC, axis=-1)
     rank_C = jnp.arange(CANDIDATES)[None, :]

@@ -83,7 +83,7 @@ def health_route(path: str = "/health") -> Route:
 
 
 def error_handlers() -> Any:
-    """The function that turns exceptions into answers, by their types, for Starlette."""
+    """The function that answers each type of exception, in the form that Starlette takes."""
     return dict.fromkeys((BadRequest, EngineError, HTTPException, ClientDisconnect, Exception), _answer)
 
 

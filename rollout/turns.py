@@ -42,7 +42,7 @@ SMALL_MODEL = 10**7  # a model with at most this number of weights is small: few
 LEAST_ROWS = 32  # least rows of a start or a round, for a small model
 LEAST_CONTEXT = 32  # least cache entries that a chunk reads
 LEAST_TOKENS = 16  # least tokens of a row of a prefill
-LEAST_AREA = 256  # least rows x row length of a prefill of a small model; smaller shapes save hardly any time
+LEAST_AREA = 256  # least area (rows x row length) of a prefill of a small model; smaller areas save hardly any time
 PREFILL_PATCHES = 4096  # most patches of one program, unless a single frame pair has more
 
 
@@ -111,14 +111,13 @@ class StartStep:
     starts: Starts | None = None
 
 
-StartPlan: TypeAlias = list[StartStep]  # in order: a step may read pages that the step before it fills
+StartPlan: TypeAlias = list[StartStep]  # in order: a step may read pages that an earlier step fills
 RoundPlan: TypeAlias = tuple[np.ndarray, DecodeRound]  # (slots, input of the decode program)
 
 
 def plan_starts(scheduler: Scheduler) -> StartPlan:
-    """Plans the starts of all samples of this turn: packs prompts whose rows are not computed, or
-    computes their next chunk.
-    Samples that wait for pages get rows, too, so that a prompt is computed once."""
+    """Plans the starts of all samples of this turn: packs prompts whose rows are not computed, or plans their
+    next chunks. Samples that wait for pages get rows, too, so that a prompt is computed once."""
     jobs = scheduler.starting
     steps: StartPlan = []
     wanted: list[tuple[Prefix, list[RunningSample]]] = []
@@ -149,7 +148,7 @@ def plan_starts(scheduler: Scheduler) -> StartPlan:
 def _cut(
     scheduler: Scheduler, job: Job, samples: list[RunningSample]
 ) -> tuple[StartPlan, list[tuple[Prefix, list[RunningSample]]]]:
-    """The next chunks of a job's samples, and the prefixes, with their samples, that can start without a chunk."""
+    """The next chunks of a job's samples, and the prefixes that can start without a chunk, with their samples."""
     prompt, chunks = job.request.prompt, []
     P, media = len(prompt), _media_end(prompt)
     rid, fork = job.request.rid, _last_boundary(prompt)
@@ -191,7 +190,7 @@ def _cut(
 
 
 def _last_boundary(prompt: ModelInput) -> int:
-    """The tokens of the full pages before a prompt's last token."""
+    """The number of tokens in the full pages before a prompt's last token."""
     return (len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS
 
 
@@ -363,7 +362,7 @@ def plan_round(scheduler: Scheduler) -> RoundPlan:
 
 
 def _least_rows(limits: EngineLimits) -> int:
-    """The least rows of a round or a start. Rows are doubled up to all slots, so that rounds have at most 8 sizes."""
+    """The least rows of a round or a start. From there, rows double up to all slots: rounds have at most 8 sizes."""
     least = min(LEAST_ROWS, limits.slots) if limits.small_model else 1
     return max(least, -(-limits.slots // 128))
 

@@ -116,7 +116,7 @@ _given: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target",
 
 def target() -> Target:
     """Returns the target of `compiling_for`, or else of the first local device. If only one of this target
-    and the mesh in use is a GPU, returns a target of the mesh's platform without capability."""
+    and the mesh in use is for GPUs, returns a target of the mesh's platform without capability."""
     found = _given.get() or Target.of(jax.local_devices()[0])
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device

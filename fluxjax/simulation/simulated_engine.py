@@ -4,8 +4,8 @@ The engine works in steps, as vLLM and SGLang do. At the end of each step the en
 
 1. preempts the youngest samples while the cache lacks room for one more token of every sample (the cache of a preempted
    sample is dropped, and computed anew when there is room: Flexes, section 4.2),
-2. lets in waiting samples in their order, as far as cache and `max_running` allow, in a step of prefill: this fills the
-   cache with their prompts and generated tokens, and no other sample gets a token,
+2. lets in waiting samples in their order, as far as cache and `max_running` allow, in a step of prefill: this step
+   fills the cache with their prompts and generated tokens, and gives no other sample a token,
 3. or, if it let in no sample, decodes: one token for every running sample.
 
 Time is not simulated token by token. While no sample enters or leaves, the time of n steps is a sum in closed form. The

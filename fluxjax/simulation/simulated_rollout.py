@@ -53,8 +53,8 @@ class Rollout:
         self.launched = self.aborted = self.crashes = 0
         self.longest = 0  # tokens of the longest response that ended since this was set to 0
         self._open: dict[str, Generation] = {}  # by rid: generations with a sample on the engine
-        self._seconds, self._busy_since = 0.0, -1.0  # seconds with an open request; the begin of the present spell
-        self._past = [0.0] * 4  # earlier engines' GPU seconds of work, peak tokens, tokens, preemptions
+        self._seconds, self._busy_since = 0.0, -1.0  # earlier seconds with an open request; when the present ones began
+        self._past = [0.0] * 4  # of earlier engines: GPU seconds of work, tokens at peak, decoded tokens, preemptions
         self._build(self.settings.degree, version=0)
 
     def _build(self, degree: int, version: int) -> None:

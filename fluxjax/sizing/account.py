@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
 GIB = 2.0**30
-# The kinds of bytes that an engine has, which FSDP does not cut. Layers with Gated DeltaNet have one state a slot.
+# The kinds of an engine's bytes. FSDP does not cut these bytes. A layer with Gated DeltaNet has a state for each slot.
 OF_ENGINES = ENGINE, CACHE, STATES = "engine weights", "KV cache", "states"
 
 
@@ -18,13 +18,13 @@ def in_gib(size: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """Bytes on the fullest device. `resident` arrays stay through all of a step, by kind; with `sleeping`, those of
-    engines do not. `temporaries` and `results` are the bytes of each program, by name."""
+    """Bytes on the fullest device. `resident` has, by kind, the arrays that stay in memory through all of a step;
+    with `sleeping`, the arrays of engines do not stay. `temporaries` and `results` are the bytes of each program."""
 
     resident: Mapping[str, float]
     gradients: float  # the sum of the microbatches' gradients, as one set of arrays
     batch: float
-    largest_weight: float  # the largest weight, a stack of layers, in the form in which engines are handed weights
+    largest_weight: float  # the largest weight (of all layers of a stack), as engines get it
     temporaries: Mapping[str, float]
     results: Mapping[str, float]
     copies: float = 0.0  # weights in the dtype of the computation, as microbatches read them

@@ -157,10 +157,10 @@ def check(
     Programs of `layers` decoder layers, and of twice as many, are compiled, and sizes for all layers are extrapolated
     along a straight line. If `layers` is 0 or at least half of the model's, programs of all layers are compiled. For a
     model with layers of several kinds, `layers` is rounded up to a multiple of `attention_interval`, at least twice the
-    interval. A loop over a single interval would be written out, which needs other memory. With `sharding.remat` auto,
-    the first of `REMATS` with which `accumulate` fits is taken, else the last. Without `longest_row`, the longest row
-    of a run that fits is not computed. `Account` describes `sleeping`, and `RunShapes.of` `never_sampled`. Raises
-    ConfigError for settings that can't work.
+    interval. A loop over a single interval would be unrolled, and would need another amount of memory. With
+    `sharding.remat` auto, the first of `REMATS` with which `accumulate` fits is taken, else the last. Without
+    `longest_row`, the longest row of a run that fits is not computed. `Account` explains `sleeping`, and `RunShapes.of`
+    explains `never_sampled`. Raises ConfigError for settings that can't work.
     """
     depth = model.text.num_layers
     period = model.text.attention_interval  # only multiples of the period have the model's mixture of layers
@@ -249,8 +249,8 @@ def with_remat(config: Config, remat: Remat) -> Config:
 
 
 def changes(run: RunShapes, rows: RowGrowth, usable: float, few: int, progress: Progress) -> list[Change]:
-    """Returns the changes of settings that may make the run fit, in the order of trial. `less_kept` compiles a program
-    for each rematerialisation that it tries, of `few` layers and of twice as many."""
+    """Returns the changes of settings that may make the run fit, in the order in which they are tried. For each
+    rematerialisation that it tries, `less_kept` compiles programs of `few` layers and of twice as many."""
     config = run.config
 
     @functools.cache

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import jax
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}  # else: bits in the name / 8
+BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}  # others: bits in the name / 8
 
 FASTER = 8  # an H100 writes to its memory about eight times as fast as NVLink brings data (3.35 TB/s, 450 GB/s)
 

@@ -195,9 +195,9 @@ class Processor:
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def prepare(self, text: str, media: Sequence[tuple[str, Source]] = ()) -> ModelInput:
-        """The model input of `text`, in which each `<image>` or `<video>` stands for one of `media`, in order. `media`
-        are pairs of "image" or "video" and a path or an encoded file's bytes. Raises PromptError if marks and media
-        differ, MediaError for a file that can't be used."""
+        """The model input of `text`, in which each `<image>` or `<video>` stands for one of `media`, in order. Each of
+        `media` is a pair: "image" or "video", and a path or the bytes of an encoded file. Raises PromptError if marks
+        and media differ, MediaError for a file that can't be used."""
         return self.prepare_ids(self.tokenise(text, media), media)
 
     def tokenise(self, text: str, media: Sequence[tuple[str, Source]] = ()) -> list[int]:
@@ -326,8 +326,8 @@ class Processor:
         return self.lay_out(outline, np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else None)
 
     def lay_out(self, outline: PromptOutline, patches_PX: np.ndarray | ShadowTensor | None = None) -> ModelInput:
-        """The model input of a prompt; `patches_PX` holds the patches of its media, each medium's in window order. A
-        shadow tensor may stand for the patches."""
+        """The model input of a prompt; `patches_PX` holds the patches of its media, those of each medium in the window
+        order of `patches.py`. A shadow tensor may stand for the patches."""
         ids, media = outline.token_ids, outline.media
         rope_index = ARCHITECTURES[self.architecture].rope_index
         if rope_index is None:
@@ -342,7 +342,7 @@ class Processor:
             tokens_T,
             [grid for kind, grid in outline.blocks if kind == "image"],
             [grid for kind, grid in outline.blocks if kind == "video"],
-            # one entry a block; the positions of a block with one frame pair do not depend on its entry
+            # one entry for each block; the positions of a block with one frame pair do not depend on its entry
             [medium.seconds_per_grid for medium in media if medium.kind == "video" for _ in medium.blocks],
             image_token_id=pad_of["image"],
             video_token_id=pad_of["video"],

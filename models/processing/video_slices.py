@@ -2,7 +2,7 @@
 
 Frames are identified by their times. All packets are read first, without decoding. Their sorted times are the frames'
 times, as a complete decoding has shown (`Medium.seekable`). Then the packets from an entry point on (`EntryPoints`) go
-to a decoder, until the last requested frame is there. Each packet must equal the one of the first reading, and each
+to a decoder, until the last requested frame is there. Each packet must equal that of the first reading, and each
 frame must have the next time of the list. A decoding from the start would then give the same frames. If a packet or
 frame differs after seeking, the packets are read without seeking. If a packet or frame differs again, `slice` returns
 None, and the caller decodes the complete file."""

@@ -81,7 +81,7 @@ def delta_rule(
     columns, cells = runs.columns_BNC.reshape(B, N * C), runs.cells_BT
 
     def blocks(x: Array, value: int = 0) -> Array:
-        """`[B, N, ...]` -> `[blocks, block, B, ...]`, filled up with `value`."""
+        """`[B, N, ...]` -> `[blocks, block, B, ...]`, padded with `value`."""
         x = jnp.pad(x, ((0, 0), (0, -N % block)) + ((0, 0),) * (x.ndim - 2), constant_values=value)
         return jnp.moveaxis(x, 1, 0).reshape(-1, block, B, *x.shape[2:])
 

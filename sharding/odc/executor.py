@@ -167,9 +167,9 @@ class Worker:
 
 class Odc:
     """Computes the loss and the log-probs of `strategy` with weights that are fetched on demand. Parameters and
-    gradients are laid out as by `strategy`, which may also be used between two minibatches. A device holds the complete
-    weights of at most three steps (layers, or parts between two stacks of layers). While a minibatch runs, each device
-    also holds its part of the parameters in the compute dtype."""
+    gradients are laid out as under `strategy`, which may also be used between two minibatches. A device holds the
+    complete weights of at most three steps (layers, or parts between two stacks of layers). While a minibatch runs,
+    each device also holds its part of the parameters in the compute dtype."""
 
     last_seconds: dict[int, float]  # by local device: seconds of its part of the last minibatch
     idle: float  # mean seconds from the end of a local device's part to the end of the minibatch

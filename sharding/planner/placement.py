@@ -21,11 +21,11 @@ import numpy as np
 from .plan import Placement, Problem, over_devices
 
 SPARE = 0.03  # share of the memory limit left free, so that the devices of a block can be made even
-GOOD = 0.25  # the pressure below which no block is dealt anew
-NEIGHBOURS = 6  # emptiest blocks with which the fullest block deals anew
+GOOD = 0.25  # the pressure (see `blocks`) of the fullest block up to which nothing is dealt anew
+NEIGHBOURS = 6  # number of emptiest blocks with which the fullest block deals anew
 EXACT = 7  # the most sequences that are dealt left/right/both by trying all ways: 3**7
 ENTITIES = 11  # the most differences that are dealt left/right by trying all ways: 2**10
-TRIES = 8  # the most sets of staying sequences that are tried before the largest sequences stay
+TRIES = 8  # the most sets of staying sequences, cheapest first, that are tried before sets of the largest sequences
 FREE = 6  # the most sequences of two groups that are dealt anew together: 4**6 ways
 HARD = 100.0  # the weight of exceeding memory, against compute
 EPS = 1e-9
@@ -36,7 +36,7 @@ Ways = tuple[list[int], list[int], list[int]]  # sequences on all of a group, on
 
 
 def dealt(problem: Problem, degree: int) -> list[int]:
-    """The number of each sequence's block of `degree` devices: blocks even in compute, within the memory limit."""
+    """The index of each sequence's block of `degree` devices. Blocks are even in compute, within the memory limit."""
     amounts = np.array([problem.work_I, problem.lengths_I])
     target = np.array([problem.least_compute or 1.0, max(problem.least_memory, (1 - SPARE) * problem.memory_limit)])
     spare = np.maximum([problem.compute_limit or 1.0, problem.memory_limit] / target - 1, 0.002) / [2, 1]
@@ -44,7 +44,7 @@ def dealt(problem: Problem, degree: int) -> list[int]:
 
 
 def blocks(amounts: np.ndarray, count: int, room: np.ndarray) -> list[int]:
-    """The block, out of `count`, of each sequence: as even as possible in compute and memory at once.
+    """The index of each sequence's block, out of `count` blocks that are as even as possible in compute and memory.
 
     `amounts`, `[2, sequences]`, are work and tokens in units of a block's target; `room`, `[2]`, is the excess over a
     target that is allowed. The largest sequence goes first, to the least loaded block. The pressure of a block is its
@@ -288,8 +288,8 @@ def subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray,
 
 class Exchange:
     """Improves `degrees` and `firsts` in place; no device's load exceeds 1, or its former load if that is more.
-    `amounts`, `[2, sequences]`, are work and tokens over a device's limit; `weights[log2(p)]` is a token's traffic at
-    degree `p`."""
+    `amounts`, `[2, sequences]`, are work and tokens in units of one device's limit; `weights[log2(p)]` is a token's
+    traffic at degree `p`."""
 
     def __init__(
         self, amounts: np.ndarray, weights: Sequence[float], degrees: list[int], firsts: list[int], num_devices: int
