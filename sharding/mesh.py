@@ -138,8 +138,9 @@ def compiling_for(target: Target) -> Iterator[None]:
 def exact_products(dtype: DTypeLike) -> None:
     """Makes this process multiply float32 in float32, if a run on GPUs computes in it: GPUs use TF32, with 10 bits of
     mantissa, and engine and trainer differ by 2e-4 then. A value of JAX_DEFAULT_MATMUL_PRECISION stays."""
-    if jnp.dtype(dtype) == jnp.float32 and target().is_gpu and jax.config.jax_default_matmul_precision is None:
-        jax.config.update("jax_default_matmul_precision", "highest")
+    settings: Any = jax.config
+    if jnp.dtype(dtype) == jnp.float32 and target().is_gpu and settings.jax_default_matmul_precision is None:
+        settings.update("jax_default_matmul_precision", "highest")
 
 
 def runs_triton(*arrays: Array | jax.ShapeDtypeStruct, multiple: int = 1, most: int | float = math.inf) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import importlib.metadata
 from typing import Any, TypeAlias
 
@@ -52,12 +53,9 @@ def visits_of(
     size, and `chosen(queries)` must be true. Must be called outside the loop over layers, because a layer that is
     computed again would list the tiles again."""
     capability = target().capability
-    by_hopper = not ahead and for_hopper(queries)
-    if by_hopper:
-        from .hopper import TILINGS as tilings
-        from .hopper import bounds_of
-    else:
-        tilings = tuple(tiling_of(kernel, queries.dtype, queries.shape[-1], capability) for kernel in KERNELS)
+    hopper: Any = importlib.import_module(f"{__package__}.hopper") if for_hopper(queries) and not ahead else None
+    settings = (tiling_of(kernel, queries.dtype, queries.shape[-1], capability) for kernel in KERNELS)
+    tilings = hopper.TILINGS if hopper else tuple(settings)
     largest = max(size for tiling in tilings for size in tiling.sizes)
     fill = -ahead % largest  # so that the first query begins a tile
     ends = (fill, -(fill + segments.shape[1]) % largest)
@@ -68,7 +66,7 @@ def visits_of(
         table = tile_table(segments, branches, tiling.sizes[0], tiling.sizes[1], causal)
         active, whole = (x[:, (ahead + fill) // tiling.sizes[0] :] for x in table)
         lists.append(tile_lists(active.mT, whole.mT) if kernel == "key_gradients" else tile_lists(active, whole))
-    bounds = bounds_of(segments, branches, causal) if by_hopper else None
+    bounds = hopper.bounds_of(segments, branches, causal) if hopper else None
     return Visits(segments, branches, tuple(lists), tilings, bounds, causal, ahead + fill, fill)
 
 
@@ -136,8 +134,9 @@ def backward(kept: tuple, dout: Array) -> tuple[Array, Array, Array, None]:
     if visits.bounds is not None:
         from . import hopper_gradients
 
-        dq, dk, dv = hopper_gradients.backward(kept[:5], dout, visits.segments, visits.lists[1:], visits.bounds)
-        return *varied((dq, dk, dv), (*kept[:5], dout, visits.segments)), None
+        grads = hopper_gradients.backward(kept[:5], dout, visits.segments, visits.lists[1:], visits.bounds)
+        dq, dk, dv = varied(grads, (*kept[:5], dout, visits.segments))
+        return dq, dk, dv, None
     # A matrix product might be computed in TF32.
     slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     arrays, like = (q, k, v), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]

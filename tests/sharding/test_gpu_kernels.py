@@ -194,6 +194,7 @@ def test_on_hopper_one_interval_of_queries_sees_each_key(causal, row):
     branches = branches if causal else jnp.zeros_like(branches)
     with compiling_for(Target("gpu", 90)):
         visits = flash.visits_of(segments, branches, causal, jax.ShapeDtypeStruct((1, 5 * S, 2, 64), jnp.bfloat16))
+    assert visits.bounds is not None
     first, last = (np.asarray(x)[0, None, :] for x in visits.bounds)
     filled = visits.segments.shape[1]
     want = np.asarray(Mask(visits.segments, visits.branches, causal).dense())[0]
