@@ -149,5 +149,5 @@ def test_what_is_not_supported_is_one_line(folder) -> None:
 def test_a_run_in_a_chat_template_needs_one(folder) -> None:
     config = config_of(folder)
     config.data.chat_template = True
-    with pytest.raises(ConfigError, match=r"^data\.chat_template: .*has no chat template, or none that is the"):
+    with pytest.raises(ConfigError, match=r"^data\.chat_template: .*has no chat template, or several and no default"):
         build_model(config, {})

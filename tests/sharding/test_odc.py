@@ -252,7 +252,7 @@ def test_what_comes_before_any_weight_has_no_backward_pass():
 @pytest.mark.parametrize(
     ("step", "says"),
     [
-        (lambda layer, x, _: (layer(x), jnp.sum(x)), "for every layer"),
+        (lambda layer, x, _: (layer(x), jnp.sum(x)), "beside the carry"),
         (lambda layer, x, _: (layer(x)[:2], None), r"gets float32\[3, 5, 12\] and hands on float32\[2, 5, 12\]"),
     ],
     ids=["an output for each layer", "another shape"],
