@@ -87,7 +87,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Returns the exit status: 0; USER for an error that only the user can mend; 128 + the number of the second
-        signal; otherwise the status of the process that failed first in the last attempt."""
+        signal; otherwise the status of the process that is the likeliest cause of the last attempt's failure."""
         attempt, idle, status = 0, 0, 0
         while not self._signals:
             attempt += 1

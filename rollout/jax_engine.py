@@ -152,9 +152,10 @@ class JaxEngine:
 
     def compile_ahead(self, sampling: SamplingParams, samples: int, threads: concurrent.futures.Executor) -> None:
         """Compiles, in `threads`, the programs of the rounds that `samples` samples surely need if they start together.
-        A round waits for its program. Does nothing if memory that is not known yet decides the size of the cache."""
+        A round waits for its program. Does nothing if the size of the cache depends on the free memory, which is known
+        only when the weights are on the devices."""
         limits = self._with_cache(self._kv_fraction)
-        if limits != self._with_cache(self._kv_fraction / 4):  # weights may come to the devices before the cache does
+        if limits != self._with_cache(self._kv_fraction / 4):  # a smaller share of memory, a smaller cache
             return
         from .lowered import EngineArrays
 

@@ -7,7 +7,7 @@ A round of decoding writes the keys and values of each new token into pages of t
 the pages in place (`sharding.kernels.paged`). The loop over tokens never copies the cache. States of layers are
 gathered, carried through the loop, and scattered after the loop.
 
-Every slot samples its tokens with its own parameters. `engine.SamplingParams` defines their log-probs.
+Every slot samples its tokens with its own parameters. `engine.SamplingParams` says of which distribution log-probs are.
 """
 
 from __future__ import annotations

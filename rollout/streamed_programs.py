@@ -111,8 +111,8 @@ class StreamedPrograms:
         kind: str,
     ) -> tuple[Float[Array, "B T D"], Parts, Kept | None]:
         """Computes a layer over packed rows. Returns (hidden states, `upcoming` on the device, what the layer keeps).
-        The layer keeps keys and values, with `room` free columns behind each row, or the state behind each row's last
-        run. If `room` is 0, the layer keeps nothing (None)."""
+        The layer keeps keys and values, with `room` free columns behind each row, or the state after each row's last
+        token. If `room` is 0, the layer keeps nothing (None)."""
         attend_rows = packed_attention(segments_BT, branches_BT)
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, KeyValues | None]:

@@ -374,7 +374,9 @@ def test_sizes_are_found_without_weights(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.path is empty"):
         model_sizes(config)
     config.model.path = str(tmp_path / "Nobody-3B")
-    with pytest.raises(ConfigError, match=r"no config.json, .*Nobody-3B is no model of known sizes .*Qwen2.5-VL-7B.*--model-config"):
+    with pytest.raises(
+        ConfigError, match=r"no config.json, .*Nobody-3B is no model of known .*Qwen2.5-VL-7B.*--model-config"
+    ):
         model_sizes(config)
     with pytest.raises(ConfigError, match=r"nowhere\.json: no such file"):
         model_sizes(config, "nowhere.json")

@@ -191,7 +191,7 @@ class Team:
 
     process, processes = 0, 1
     links: Links | None = None  # links to the other processes
-    rank_here = 0  # number of lower-numbered processes that share the ports of this process
+    rank_here = 0  # number of lower-numbered processes on this process's host, whose ports they share
     bytes_told = 0  # bytes sent by this process to all others
     _expect: Callable[[Iterable[TrainBatch]], None] | None = None
 
@@ -202,8 +202,8 @@ class Team:
     def equip(
         self, config: Config, place_of: Callable[[str], str], expect: Callable[[Iterable[TrainBatch]], None] | None
     ) -> None:
-        """Sets what `laid_out` needs from a run of settings `config`. `place_of` returns the preprocessor that holds a
-        ticket's medium. `expect` is called with the batches that this process will read (None: batches need no
+        """Sets what `laid_out` needs from a run with the configuration `config`. `place_of` returns the preprocessor
+        that holds a ticket's medium. `expect` is called with the batches that this process will read (None: batches need no
         pixels)."""
         self._expect = expect
 
@@ -275,7 +275,7 @@ class Team:
         return []
 
     def close(self) -> None:
-        """Ends the watch over progress."""
+        """Stops looking whether other processes make progress."""
 
 
 MAX_SHAPES = 32  # limit of compiled shapes of microbatches, for each number of devices

@@ -169,7 +169,7 @@ class RolloutConfig(Section):
     # The number of embedded engines. Each engine has its own devices if the host has enough. 0: an engine for every
     # parallelism.degree accelerators of the host; one engine on a CPU.
     engines: int = not_negative(0)
-    # correct or value: other prompts replace a group whose responses do not differ in that field of the reward (DAPO).
+    # Other prompts replace a group whose responses all have the same reward, in its field `correct` or `value` (DAPO).
     dynamic_sampling: DynamicSampling = DynamicSampling.OFF
     # The most prompts that are drawn for a step, in multiples of prompts_per_step. 0: no bound.
     max_num_gen_batches: int = not_negative(10)
@@ -205,7 +205,7 @@ class ShardingConfig(Section):
     preflight: bool = True  # on GPUs, a run first compiles its largest programs, and ends if they do not fit in memory
     device_memory_gib: float = not_negative(0.0)  # memory of a device; 0: what JAX may use of a GPU, no check on CPUs
     devices_per_host: int = positive(8)  # flex_ulysses: sequences stay within a host if they fit; odc: see hybrid
-    calibration: str = ""  # file of `python benchmarks/calibrate.py`; empty: flex_ulysses counts length**2, odc FLOPs
+    calibration: str = ""  # file of `python benchmarks/calibrate.py`; empty: flex_ulysses takes length**2, odc FLOPs
     # A new shape compiles in the background, and is used after this many steps. 0: it compiles when it is first used.
     # Must be 0 under odc.
     compile_ahead: int = not_negative(0)
@@ -215,7 +215,7 @@ class ShardingConfig(Section):
 class PackingConfig(Section):
     # Tokens of a row. Under fsdp, a value of 1024 or more is a bound: rows are shorter if shorter rows save padding.
     tokens_per_row: int = positive(256)
-    # fsdp: the most rows of a device in a microbatch. Others: one row, of tokens_per_row * rows_per_device tokens.
+    # fsdp: the most rows of a device in a microbatch. Other strategies: one row, of as many tokens as these rows have.
     rows_per_device: int = positive(16)
     patches_per_device: int = positive(4096)  # the most patches of a device in a microbatch
     share_prompts: bool = True  # compute a group's prompt once for all its responses

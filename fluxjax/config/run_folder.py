@@ -68,7 +68,8 @@ def lock_file(file: str | os.PathLike[str], *, wait: bool = True) -> contextlib.
 
 
 def changes(config: Config, folder: pathlib.Path) -> list[str]:
-    """Returns `name: BEFORE -> NOW` for each setting that differs from the configuration in the folder."""
+    """Returns `name: BEFORE -> NOW` for each setting that differs from the configuration in the folder, except
+    `run_dir` and the settings of `distributed`."""
     try:
         before = dict(flatten(json.loads((folder / CONFIG).read_bytes())))
     except (OSError, ValueError, TypeError) as error:
@@ -91,7 +92,8 @@ def read_config(folder: pathlib.Path) -> Config:
         raise ConfigError(f"{folder} is not a run folder: it has no {CONFIG}")
     try:
         config = from_json(json.loads(file.read_text()))
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError) as error:  # the last two: no section
+    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError) as error:
+        # An AttributeError or a TypeError: the file has a value where a section belongs.
         raise ConfigError(f"{file} is damaged: {error}") from None
     config.run_dir = str(folder)
     return config

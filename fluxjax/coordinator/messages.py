@@ -324,7 +324,7 @@ _SHOWN = 4  # values of a tuple that a line shows
 
 def message_line(step: int, now: float, message: Message) -> str:
     """Returns a line for people about a message: the step under way, the time in seconds (0: unknown), and the values
-    of the message, without tokens and texts."""
+    of the message, without tokens and texts of prompts and responses."""
     says = "says" if isinstance(message, Instruction) else "hears"
     begin = f"step {step}" + (f", {now:.1f} s" if now else "")
     values = [f"{name}={_told(value)}" for name, value in vars(message).items() if value != ()]

@@ -126,7 +126,7 @@ class ProxyMedia:
     layouts: Recent[ModelInput] = dataclasses.field(default_factory=lambda: Recent(LAYOUTS, len))
 
     def can_name(self, media: Sequence[Media]) -> bool:
-        """Says whether tickets can name all of these media, which must be in files."""
+        """Says whether tickets can name all of these media: a ticket names only media in files."""
         return all(medium.data is None for medium in media)
 
     def expect(self, draw: int, inputs: PromptInput) -> None:

@@ -62,8 +62,8 @@ class Fields:
 def resolve(found: Iterable[str], wanted: Fields, where: str, empty: Container[str] = ()) -> Fields:
     """Returns the names of the fields, out of the names `found` in a file or line. The fields in `empty` hold nothing.
     Every error message begins with `where`. Raises `DataError` if a name given in `wanted` is absent, or if prompt or
-    answer cannot be found. Raises `DataError` if several fields hold images (or videos), or if an unused name resembles
-    that of a missing media field."""
+    answer cannot be found. Raises `DataError` if several fields hold images (or videos) and `wanted` names none of
+    them, or if an unused name resembles that of a missing media field."""
     names = list(found)
     result: dict[str, str] = {}
     for role, aliases in ALIASES.items():

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    """The result of a check. `name` is the part that was checked or, for a difference, the part that differs. `fix`
-    says what to do about a difference; without a fix, nothing differs."""
+    """The result of a check. `name` is the part that was checked; if engine and trainer differ, it is the part in which
+    they differ. `fix` says what to do about the difference; without a difference, it is empty."""
 
     name: str
     detail: str

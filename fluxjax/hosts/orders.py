@@ -73,8 +73,8 @@ class Coming(Order):
 
 class Learn(Order):
     """Lay out `minibatches` of the `number`-th training step of the run. With `update`, make the optimizer steps; else
-    keep the gradients. `size` is that of `PolicyTrainer.follow`. `told` makes `minibatches` and `responses`. A decoded
-    order has all responses in one bytes object."""
+    keep the gradients. `size` is the argument of `PolicyTrainer.follow`. `told` makes `minibatches` and `responses`. A
+    decoded order has all responses in one bytes object."""
 
     number: int
     minibatches: Sequence[Mapping[str, Any]]

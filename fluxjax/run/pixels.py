@@ -97,7 +97,7 @@ class Pixels:
                 if place != UNKNOWN_PLACE:
                     self.store.hint(ticket, place)
 
-    # The methods below are called in process 0.
+    # The methods below are called in process 0; `close` is called in every process.
 
     def begin(self) -> None:
         """Notes that the run begins to ask for prompts."""

@@ -105,7 +105,7 @@ class RowGrowth:
         more = (tokens - self.tokens) * self.slope
         account = account.with_temporaries("accumulate", account.temporaries["accumulate"] + more)
         share = tokens / self.tokens
-        scored = account.temporaries["logprobs"] * max(share, 1.0)  # a part, of unknown size, does not shrink
+        scored = account.temporaries["logprobs"] * max(share, 1.0)  # some temporaries do not shrink with rows
         return dataclasses.replace(account.with_temporaries("logprobs", scored), batch=share * account.batch)
 
     def largest(self, account: Account, usable: float, step: int = 256) -> int:

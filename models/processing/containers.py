@@ -49,7 +49,7 @@ TS_PACKET, TS_SYNC = 188, b"G"  # bytes of a transport stream's packet, and the 
 START = b"\0\0\1"  # start of a unit of a bytestream
 SEQUENCE, PICTURE = b"\0\0\1\xb3", b"\0\0\1\0"  # start codes of MPEG-1 and -2
 INTRA = 1  # MPEG's type of a picture that depends on no other
-# FFmpeg decodes direct prediction of x264 builds up to 33, and 4:4:4 of builds up to 151, as these builds encoded it.
+# Old builds of x264 wrote direct prediction (up to 33) and 4:4:4 (up to 151) wrongly, and FFmpeg reads them so.
 # FFmpeg reads the build from a note in the first frame, which a decoder that begins later doesn't see.
 X264 = re.compile(rb"x264 - core (\d+)")
 X264_DIRECT, X264_444 = 33, 151

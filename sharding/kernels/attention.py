@@ -1,6 +1,6 @@
-"""Attention over packed rows, with a Triton kernel on NVIDIA GPUs and portable JAX elsewhere.
+"""Attention over packed rows, with kernels (`flash`) on NVIDIA GPUs and portable JAX elsewhere.
 
-Segments and branches describe the mask. Booleans of the mask exist only for the chunk of queries that is computed.
+Segments and branches describe the mask. `attention` makes the booleans of one chunk of queries at a time.
 
 `segment_attention` attends within contiguous segments of a long packed axis, without a quadratic matrix. Segments are
 runs of equal numbers; 0 is padding. If no run is longer than `bound`, the axis is cut into blocks of `bound`. A query
@@ -75,9 +75,9 @@ def attention(
     whole_scores: int = WHOLE_SCORES,
 ) -> Float[Array, "B T N H"]:
     """Grouped-query attention. Scores and softmax are float32. A query that reaches no key (padding) returns zeros, and
-    its gradient is zero. More than `whole_scores` scores (rows x heads x queries x keys) are computed for one chunk of
-    queries at a time, and again in the backward pass. Memory is then linear in the length. On NVIDIA GPUs, `flash`
-    computes with a `Mask`, and holds no scores in memory."""
+    its gradient is zero. If there are more than `whole_scores` scores (rows x heads x queries x keys), one chunk of
+    queries is computed at a time, and again in the backward pass. Memory is then linear in the length. If `mask` is a
+    `Mask`, `flash` computes on NVIDIA GPUs, and holds no scores in memory."""
     if isinstance(mask, Mask) and flash.chosen(q, k, v):
         visits = mask.visits or flash.visits_of(mask.segments, mask.branches, mask.causal, q, k.shape[1] - q.shape[1])
         return flash.flash_attention(q, k, v, visits)

@@ -74,8 +74,8 @@ def for_hopper(queries: Array | jax.ShapeDtypeStruct) -> bool:
     """Says whether `hopper` computes with such queries. On an H100, its forward pass took 0.62 to 0.79 of the Triton
     kernel's time, and its backward pass 0.57 to 0.81 (`benchmarks/results/gpu_h100.json`).
 
-    JAX's own kernel refuses causal masks with CUDA 12.8 and 12.9, whose ptxas compiles them wrongly. With CUDA 12, the
-    Triton kernels compute.
+    With CUDA 12, the Triton kernels compute. The attention kernel that JAX ships, which is written in Mosaic, too,
+    refuses causal masks with CUDA 12.8 and 12.9, because their ptxas compiles it wrongly.
     """
     if target().capability != 90 or queries.dtype != jnp.bfloat16 or queries.shape[-1] not in (64, 128):
         return False
@@ -137,7 +137,7 @@ def backward(kept: tuple, dout: Array) -> tuple[Array, Array, Array, None]:
         grads = hopper_gradients.backward(kept[:5], dout, visits.segments, visits.lists[1:], visits.bounds)
         dq, dk, dv = varied(grads, (*kept[:5], dout, visits.segments))
         return dq, dk, dv, None
-    # A matrix product might be computed in TF32.
+    # This is a sum, and no matrix product, because XLA might multiply in TF32.
     slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     arrays, like = (q, k, v), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
     (dq,) = _call("query_gradients", arrays, (dout, lse, slope), visits, like[:1])

@@ -16,7 +16,7 @@ from .stages import Arrays, Layer, Program, Stage, Step
 from .traffic import Key, Row
 
 T = TypeVar("T")
-Whole = Callable[[Sequence[Row]], list[jax.Array]]  # rows of the owners -> complete weights
+Whole = Callable[[Sequence[Row]], list[jax.Array]]  # rows of `ParameterRows` -> complete weights
 
 
 class StagedMicrobatch(Program):

@@ -21,7 +21,7 @@ from .search import redealt, search, top_degree
 
 TRIALS = 64  # pairs of groups that exchange, about 0.1 ms each; more pairs if devices are few or many
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # tried if a cost model can choose between the plans
-MANY = 128  # for more devices, `TRIALS` is not doubled, nothing is repaired, fewer tolerances are tried
+MANY = 128  # for more devices, plans are improved less: no doubled `TRIALS`, no `redealt`, fewer tolerances
 EIGHT, LITTLE = 8, 0.85  # traffic is little if it is at most LITTLE times the traffic of degree EIGHT for all sequences
 EPS = 1e-9
 

@@ -182,8 +182,8 @@ class Descent:
         return self.tokens[i] * (self.weights[size.bit_length() - 1] - self.weights[degree.bit_length() - 1])
 
     def _cases(self, items: list[int], size: int, have: Pair, dust: Pair) -> tuple[np.ndarray, np.ndarray]:
-        """Returns `[codes]`, the cost of each way to put `items` left, right or in both (inf if the way does not fit),
-        and the codes. Smaller sequences have compute and memory `dust` together, which evens out differences."""
+        """Returns the cost of each way to put `items` left, right or in both (inf if it does not fit), and each way's
+        code. Smaller sequences have compute and memory `dust` together, which evens out differences."""
         is_left, is_right, stays, code = ternary(len(items))
         amounts = np.array([[self.work[i], self.tokens[i]] for i in items])
         price = np.array([self._price(i, size, have) for i in items])
