@@ -10,9 +10,9 @@ Expect, in 425 to 450 s on two idle CPU cores (eleven minutes on slow ones): str
 warm start to between 90 and 97 % by RL, clips from about 38 % to between 97 and 99 %; one seed of ten ends with one
 answer for all clips (docs/log.md).
 
-`:qwen3_vl` ends at 96 to 98 % of strips and 97 to 99 % of clips (seeds 1 and 2; at 0.5 to 1.6 s a step beside other
-work). `:qwen3_5` ended at 93 % of strips and 98 % of clips (seed 0; 17 minutes of RL on one core beside other
-work). Seed 1 was stopped at step 801, with 83 % and 95 %. Of strips of six digits and more, 30 % stay wrong.
+`:qwen3_vl` ends at 95 to 98 % of strips and 97 to 99 % of clips (seeds 0 to 2; at 0.5 to 1.6 s a step beside other
+work), `:qwen3_5` at 91 to 94 % of strips and 97 to 99 % of clips (seeds 0 to 2; 15 to 17 minutes on one core beside
+other work). Of strips of six digits and more, 30 % stay wrong there.
 
 Nothing is downloaded: strips of handwritten digits (PNG) and clips panned over photographs (h264) are built once
 from data inside scikit-learn and scikit-image.
