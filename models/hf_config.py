@@ -133,7 +133,7 @@ def read_rope(
     }
     rope = next(iter(readings.values()))
     if outer is not config:
-        # transformers reads only `text_config`; a setting that the top level lacks is taken from `text_config`
+        # transformers reads only `text_config`. We read the top level, and `text_config` for a setting that it lacks.
         repeated = {name: outer[name] for name in (*_ROPE_FIELDS, "rope_theta") if outer.get(name)}
         beside = {**config, "rope_theta": rope.theta, **repeated}
         readings = {f"{field} of text_config": reading for field, reading in readings.items()}

@@ -1,6 +1,6 @@
 """A microbatch whose sequences are spread over devices, before its arrays exist.
 
-A plan of its own spreads the work of the vision tower evenly (`sharding.planner.vision_units`). The features of the
+The work of the vision tower is spread evenly by a separate plan (`sharding.planner.vision_units`). The features of the
 tower then travel to their tokens (`sharding.spread.route`).
 """
 

@@ -88,7 +88,7 @@ class Pid(RunSchedule):
 
     Each update adds `kp * error + ki * sum of errors + kd * change of the error`, with `error = target - metric`. The
     unit of time is one update. If the value would leave the bounds, the sum of errors is cut back until the value just
-    reaches a bound (anti-windup). When the error changes its sign, the value then leaves the bound at once.
+    reaches a bound (anti-windup). When the error changes its sign, the value then soon leaves the bound.
     """
 
     def __init__(

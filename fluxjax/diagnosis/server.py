@@ -294,7 +294,7 @@ def suspects(processor: Processor, probe: Probe, request: GenerateRequest) -> It
     prompt = dataclasses.replace(inputs, next_position=len(inputs))
     yield (
         "positions (all axes)",
-        "the positions of the answer count tokens",
+        "the answer's positions go on from the number of tokens",
         dataclasses.replace(request, prompt=prompt),
     )
     misplaced = {

@@ -370,7 +370,8 @@ def decayed(model: Decoder) -> Params:
 
 
 def _decay(weight_decay: float, decayed: Params) -> optax.GradientTransformation:
-    """Decays as `optax.add_decayed_weights` with a mask, but has no masked state, which earlier checkpoints lack."""
+    """Decays as `optax.add_decayed_weights` does with a mask. Optax would keep a masked state, which earlier
+    checkpoints do not have."""
 
     def added(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
         return jax.tree.map(lambda u, p, matrix: u + weight_decay * p if matrix else u, updates, params, decayed)

@@ -46,7 +46,7 @@ def generator(*names: int) -> np.random.Generator:
 class FaultRates(Section):
     """Rates of faults; by default none happen. Intervals and durations (s) are means of exponential distributions."""
 
-    crash_every: float = not_negative(0.0)  # seconds between two crashes of an engine; 0: never
+    crash_every: float = not_negative(0.0)  # seconds that an engine is up between two crashes; 0: never
     down: float = not_negative(60.0)  # seconds until a crashed engine is up again
     slow_every: float = not_negative(0.0)  # seconds between two slow spells of an engine; 0: never
     slow_for: float = not_negative(120.0)  # seconds that a slow spell lasts

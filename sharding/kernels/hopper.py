@@ -34,7 +34,7 @@ MASKED = -1e30  # the score of a key that the query does not reach
 FLOOR = -1e20  # the least running maximum: a query that reaches no key gets weights of 0
 COMPUTE, COPY = 240, 24  # registers of a thread that computes, and of a thread that copies
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # how wgmma reads numbers of 16 bits
-LINES, COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # of one number a line, or a column
+LINES, COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # layouts: a number for each line or column
 LOG2E = math.log2(math.e)
 Lists = tuple[Any, Any]  # a result of `flash.tile_lists`
 Bounds = tuple[jax.Array, jax.Array]  # i32 [B, filled] each; see `bounds_of`
@@ -52,7 +52,8 @@ def bounds_of(segments: jax.Array, branches: jax.Array, causal: bool) -> Bounds:
     latest = jnp.maximum(real, 0)
 
     def run(new: jax.Array) -> jax.Array:
-        """The query after the last token, without padding, of each token's run; `new` says which tokens begin one."""
+        """Returns, for each token, the index after the last real token of its run. `new` marks the first tokens of
+        runs."""
         starts = jnp.where(jnp.roll(new, -1, axis=1).at[:, -1].set(True), index, filled)
         end = lax.cummin(starts, axis=1, reverse=True)
         return jnp.take_along_axis(real, end, axis=1) + 1

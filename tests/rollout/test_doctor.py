@@ -193,7 +193,7 @@ TOWER, DECODER = ("visual", "blocks", "o"), ("layers", "attention", "q")
         (shifted(1, -1), "positions (height)", "shifted by -1"),
         (shifted(2, 1), "positions (width)", "shifted by +1"),
         (other_seconds, "positions (time)", "video: a video's time is scaled by 2"),
-        (answers_at_tokens, "positions (all axes)", "image: the positions of the answer count tokens"),
+        (answers_at_tokens, "positions (all axes)", "image: the answer's positions go on from the number of tokens"),
         (exchanged_pictures, "pixels", "boxes: the server has the media in reverse order"),
         (other_pixels, "pixels", "image as files: the server's pixels are scaled by mean and deviation 0.5"),
         (other_sizes, "pixels", "tokens in the prompt, the trainer "),
