@@ -92,8 +92,7 @@ def read_config(folder: pathlib.Path) -> Config:
         raise ConfigError(f"{folder} is not a run folder: it has no {CONFIG}")
     try:
         config = from_json(json.loads(file.read_text()))
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError) as error:
-        # An AttributeError or a TypeError: the file has a value where a section belongs.
+    except (UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
         raise ConfigError(f"{file} is damaged: {error}") from None
     config.run_dir = str(folder)
     return config
@@ -118,14 +117,14 @@ def _plain(value: object) -> object:
 
 def from_json(values: Mapping[str, Any]) -> Config:
     """Returns the configuration from the result of `to_json`. Raises `ConfigError` for fields, choices and values that
-    this version of fluxjax lacks."""
+    this version of fluxjax lacks, TypeError for a value of another shape."""
     config = Config()
     _fill(config, values, "")
     return config
 
 
 def _fill(section: Section, values: Mapping[str, Any], prefix: str) -> None:
-    for name, value in values.items():
+    for name, value in _object(values, prefix).items():
         if name == CHOICE:
             continue
         if not hasattr(section, name):
@@ -143,7 +142,7 @@ def _fill(section: Section, values: Mapping[str, Any], prefix: str) -> None:
             _fill(current, value, f"{prefix}{name}.")
         elif isinstance(current, dict):
             kind = metadata.get("entries")
-            for key, entry in value.items():
+            for key, entry in _object(value, f"{prefix}{name}").items():
                 like = current.get(key)
                 current[key] = kind() if kind else tuple(entry) if isinstance(like, tuple) else entry
                 if kind:
@@ -153,6 +152,12 @@ def _fill(section: Section, values: Mapping[str, Any], prefix: str) -> None:
                 setattr(section, name, type(current)(value) if isinstance(current, enum.Enum | tuple) else value)
             except ValueError as error:
                 raise ConfigError(f"the saved configuration has {prefix}{name}: {error}") from None
+
+
+def _object(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name.rstrip('.') or 'the configuration'} must be an object, not {value!r}")
+    return value
 
 
 def replace_text(file: pathlib.Path, text: str) -> None:
