@@ -30,7 +30,7 @@ from models.decoder import Decoder
 from models.inputs import PackedTokens
 from sharding.cost import LINEAR_UTILISATION, PEAK_FLOPS
 from sharding.kernels.runs import CHUNK
-from sharding.mesh import Device
+from sharding.mesh import Device, exact_products
 from sharding.walk import HOST_MEMORY, Params
 from sharding.weights import by_path
 
@@ -118,6 +118,7 @@ class StreamedModel:
                 f"the layers' weights have several dtypes, {sorted(map(str, dtypes))}: give compute_dtype"
             )
         self.dtype = np.dtype(compute_dtype or dtypes.pop())
+        exact_products(self.dtype)
         self._host = model.stack.in_order(
             {kind: [self._pinned(kind, stacks[kind], i) for i in range(self._order.count(kind))] for kind in stacks}
         )
