@@ -28,7 +28,7 @@ class Settings:
     max_attempts: int = 3  # generations of a prompt before it is given up
     # prompts in a row that can't be prepared, or have equal rewards, before the data counts as unusable
     max_skipped_in_a_row: int = 1000
-    # With dynamic sampling, a step draws at most this many batches of `prompts_per_step` prompts. 0: no bound.
+    # The most prompts that dynamic sampling draws for a step, in multiples of `prompts_per_step`. 0: no bound.
     max_num_gen_batches: int = 0
     dynamic_sampling_by: DynamicSampling = DynamicSampling.CORRECT
     # the reward's name for each source, for messages

@@ -185,7 +185,7 @@ def media_picture(history: Sequence[Transition], end: float, file: pathlib.Path)
     bars = bars_of(history, end)
     rows = 1 + max((bar.row for bar in bars), default=0)
     every = -(-rows // MOST_ROWS)
-    # Of `every` media in a row, one is chosen at random, because every n-th medium may belong to one preprocessor.
+    # One of each `every` rows is chosen, at random: the rows at a fixed distance may all belong to one preprocessor.
     chance = random.Random(0)
     chosen = {first + chance.randrange(every) for first in range(0, rows, every)}
     places = sorted({name for _, name, _, _ in history if name}, key=lambda name: (len(name), name))

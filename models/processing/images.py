@@ -29,8 +29,8 @@ ORIENTATION = ExifTags.Base.Orientation
 LYING = range(5, 9)  # EXIF orientations that exchange width and height
 PNG_SIGNATURE, PNG_CHECKSUM = 8, 4  # bytes
 PNG_NOTES = {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}  # chunks that may hold an EXIF orientation
-# A JPEG file with 64 zeros in a row is examined. Encoders with fixed Huffman tables never write so many zeros;
-# encoders with fitted tables may, for an area of one colour.
+# These zeros in a JPEG file may be a hole, and the file is examined. Encoders with fixed Huffman tables never write as
+# many zeros in a row. Encoders with fitted tables may write them for an area of one colour.
 HOLE = bytes(64)
 SCAN, END = b"\xff\xda", b"\xff\xd9"  # JPEG's markers
 # A coded picture may end in zeros, up to 1 / SHARE of its bytes. In libwebp's pictures of one colour, 0.05 of the bytes

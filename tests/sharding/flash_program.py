@@ -183,14 +183,9 @@ def dispatch():
 def hopper():
     """The calls of Mosaic's kernels, and the bytes of temporaries, of three layers that are computed again backward, in
     a `shard_map` that checks what varies."""
-    from jax.experimental import topologies
+    from fluxjax.sizing.topology import Topology
 
-    root = pathlib.Path(__file__).resolve().parents[2]
-    config = (root / "fluxjax" / "sizing" / "targets" / "h100.txtpb").read_text()
-    found = topologies.get_topology_desc(
-        platform="cuda", topology_name="h100", topology="1x1x2", target_config=config
-    ).devices
-    mesh = jax.sharding.Mesh(np.array(found), ("d",))
+    mesh = jax.sharding.Mesh(np.array(Topology.parse("1x2xh100").devices()), ("d",))
     flash.for_hopper = lambda queries: True  # with CUDA 12, too: nothing is executed
 
     def array(dtype, *shape):

@@ -145,14 +145,9 @@ def dispatch():
 def compile_ahead(tokens, vocabulary, width):
     """Of the fused and the portable form, compiled for an H100 in bfloat16, forward and backward: bytes of temporaries
     and of results, and the most numbers that any array of the program has."""
-    from jax.experimental import topologies
+    from fluxjax.sizing.topology import Topology
 
-    root = pathlib.Path(__file__).resolve().parents[2]
-    config = (root / "fluxjax" / "sizing" / "targets" / "h100.txtpb").read_text()
-    device = topologies.get_topology_desc(
-        platform="cuda", topology_name="h100", topology="1x1x1", target_config=config
-    ).devices[0]
-    sharding = SingleDeviceSharding(device)
+    sharding = SingleDeviceSharding(Topology.parse("1x1xh100").devices()[0])
 
     def array(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

@@ -20,7 +20,7 @@ log = logging.getLogger("fluxjax.rewards")
 
 _SECONDS = 60.0  # the most seconds of a call, until `call_within` sets another bound
 _AGAIN = 0.7  # the least temperature of a repeated question, because a greedy answer would be the same
-_LOGGED = 3  # only so many answers without a verdict are logged
+_LOGGED = 3  # the most answers without a verdict that are logged
 _SHOWN = 300  # characters at the end of a logged answer
 
 
