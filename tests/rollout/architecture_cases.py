@@ -333,7 +333,10 @@ class Serving:
     checkpoint: pathlib.Path
 
     async def ask(self, client: ServerClient, rid: str, prompt: PromptArrays, **how: Any) -> Reply:
-        answer = await client._order("/generate", body(rid, self.reference, prompt, **how), seconds=60.0)
+        """A greedy answer. Sampled ones would be others each time, and of 23,000 sampled tokens of this model two
+        differed from `transformers` by 1e-4 or more (the largest of 120 tokens by 1e-5 in the median)."""
+        asked = body(rid, self.reference, prompt, **({"temperature": 0.0} | how))
+        answer = await client._order("/generate", asked, seconds=60.0)
         logprobs = np.asarray([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
         return Reply(answer["output_ids"], logprobs, answer["meta_info"])
 

@@ -107,10 +107,10 @@ async def test_a_second_turn_goes_on_from_the_first(server: Serving) -> None:
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_a_pause_costs_no_state(server: Serving, mode: PauseMode) -> None:
     """A greedy response that is paused, and goes on, has the tokens of one that is not."""
-    asked, how = PROMPTS["mixed"], {"temperature": 0.0}
+    asked = PROMPTS["mixed"]
     async with client_at(server.address) as client:
-        whole = await server.ask(client, f"whole-{mode}", asked, max_new_tokens=120, **how)
-        task = asyncio.create_task(server.ask(client, f"paused-{mode}", asked, max_new_tokens=120, **how))
+        whole = await server.ask(client, f"whole-{mode}", asked, max_new_tokens=120)
+        task = asyncio.create_task(server.ask(client, f"paused-{mode}", asked, max_new_tokens=120))
         beside = asyncio.create_task(server.ask(client, f"beside-{mode}", PROMPTS["text"], max_new_tokens=120))
         while (await client.load())["running"] < 2:
             assert not task.done(), "its response ended before anybody saw it run: ask for a longer one"
@@ -123,7 +123,7 @@ async def test_a_pause_costs_no_state(server: Serving, mode: PauseMode) -> None:
         assert_right(server.reference, PROMPTS["text"], await beside)
         if mode == "abort":
             begun = asked + PromptArrays(tuple(paused.ids))
-            rest = await server.ask(client, "rest", begun, max_new_tokens=120 - len(paused.ids), **how)
+            rest = await server.ask(client, "rest", begun, max_new_tokens=120 - len(paused.ids))
             assert rest.meta["cached_tokens"] >= len(asked.ids)
             paused.ids.extend(rest.ids)
     assert paused.ids == whole.ids
