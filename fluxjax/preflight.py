@@ -5,9 +5,9 @@
     python -m fluxjax.preflight --config=configs/qwen2_5_7b.py --topology 1x8xh100 --config.rollout.slots=128
 
 Compiles the largest shape of each program (gradients of a microbatch, update, log-probs, prefill, decode) for GPUs
-that are only described: no weights, data or GPU are needed. Prints each kind of a device's memory, all collectives, the
-collectives that no computation hides, host memory for loading, the longest row that fits, and settings that fit if the
-given ones do not.
+that are only described: no weights, data or GPU are needed. Prints the memory of a device by kinds of use, all
+collectives, the collectives that no computation hides, host memory for loading, the longest row that fits, and settings
+that fit if the given ones do not.
 
   --topology HOSTSxDEVICESxKIND   the devices, such as 1x8xh100; kinds are those in fluxjax/sizing/targets
   --layers N                      compile N and 2N decoder layers only, and extrapolate: quicker for deep models
@@ -65,8 +65,8 @@ def _preflight(config: Config, options: argparse.Namespace) -> int:
     if options.out and not picture.absolute().parent.is_dir():
         raise ConfigError(f"--out {picture}: there is no folder {picture.parent}")
     find_plugin(options.aot_folder)
-    from .runtime.engine_pool import engines_sleep
-    from .sizing.check import DeviceRoom, check  # JAX loads here, and finds the plugin
+    from .runtime.engine_pool import engines_sleep  # imports JAX, which finds the plugin
+    from .sizing.check import DeviceRoom, check
     from .sizing.model_sizes import model_sizes
     from .sizing.show import draw, show
 

@@ -90,7 +90,7 @@ def fit_rows(sizes: np.ndarray, rows: int, lengths: Sequence[int]) -> Fit | None
 
 def _choices(lengths: Sequence[int], count: int, total: int, rows: int, longest: int) -> Iterator[tuple[int, ...]]:
     """Yields row lengths, descending, for `count` microbatches that could hold `total` tokens, fewest cells first.
-    Either all lengths except for the last two are the greatest length, or all except for the last are equal."""
+    Either all but the last two are the greatest of `lengths`, or all but the last are equal."""
     pairs = list(combinations_with_replacement(reversed(lengths), min(count, 2)))
     chosen = {(*(lengths[-1],) * (count - 2), *pair) for pair in pairs}
     chosen |= {(*(pair[0],) * (count - 2), *pair) for pair in pairs}

@@ -1,6 +1,6 @@
 """The live view of a run. A terminal shows a panel, with tables of the processes, servers and preprocessors. Other
-outputs get a line every few seconds, with counts of servers and preprocessors, and a line for each process every
-minute."""
+outputs get a line of a step every few seconds, with counts of servers and, while some are down, of preprocessors, and
+a line for each process every minute."""
 
 from __future__ import annotations
 

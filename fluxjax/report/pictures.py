@@ -127,8 +127,8 @@ class MediumBar:
 
 def bars_of(history: Iterable[Transition], end: float) -> list[MediumBar]:
     """Returns the bars of a history up to `end`. Bars that began before the history are left out. The last
-    preprocessor that measured a medium counts as the medium's holder until the preprocessor is lost. The history does
-    not record dropped media."""
+    preprocessor that measured a medium counts as the medium's holder until the preprocessor is lost or the medium
+    proves unusable. The history does not record dropped media."""
     rows: dict[Hashable, int] = {}
     looks: dict[Hashable, tuple[str, float]] = {}  # by medium: the preprocessor, and the start
     holds: dict[Hashable, tuple[str, float]] = {}

@@ -93,7 +93,7 @@ class Checkpoints:
 
     def chosen(self, asked: int | None = None) -> int:
         """Returns the step to restore, which is `asked`, or else that of `undamaged`. Raises `ResumeError` if that
-        checkpoint is damaged, or if there are no checkpoints."""
+        checkpoint is damaged, or if nothing was asked and there are no checkpoints."""
         step = self.undamaged() if asked is None else asked
         if step is None:
             raise ResumeError(f"there is no checkpoint in {self.folder}")

@@ -25,8 +25,8 @@ from ..data.flight_wire import MOST_BATCH, MOST_RANGES
 from ..data.tickets import MediaRef, Ticket, normalised
 from .places import Places, PlaceSeat, settle, started
 
-_LOOKS = 8  # threads that call `look` at a time, for each place (`concurrency`)
-_LOOKERS = 32  # the most threads of the store that ask places to look at media, for each place
+_LOOKS = 8  # calls of `look` that callers should make at a time, for each place (`concurrency`)
+_LOOKERS = 32  # the most threads that the store starts for the questions of these calls, for each place
 _MOST_FETCHED = 256 << 20  # the most bytes that a question asks for
 _ATTEMPTS = 4  # failures to look at a medium, the last of which is raised
 _LOSSES = 8  # a question that finds its place lost or late this often raises the last error

@@ -171,7 +171,7 @@ class Checksums:
 
     def check(self, ranks: Sequence[Mapping[str, str]], server: str) -> None:
         """Compares the checksums with those of each rank of a server, under the checkpoint's names or SGLang's. Raises
-        WeightsMismatch, which names server and tensor."""
+        WeightsMismatch, which names the server and, unless all tensors differ, a tensor."""
         for rank, held in enumerate(ranks):
             wanted = self._wanted(ranks, rank)
             where = f"{server}, rank {rank}" if len(ranks) > 1 else server

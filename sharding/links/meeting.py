@@ -200,6 +200,9 @@ def initialize(coordinator: str, processes: int, process: int, **options: Any) -
     `coordinator` is `host:port`; on loopback, no other host reaches the service. `heartbeat_timeout_seconds` must stay
     above the time-out of `Links`: otherwise `Links` has no time to name a process that hangs. The relay can run in
     threads of this process, since JAX's calls to the service release the interpreter lock."""
+    if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1:
+        # On one core XLA would have one thread, and arrays of other processes would arrive only between computations.
+        os.environ.setdefault("NPROC", "2")
     if process > 0:
         coordinator = _relay(coordinator)
     elif is_loopback(coordinator.rpartition(":")[0]):

@@ -29,7 +29,7 @@ class ShapeBook:
     The cheapest entry that is large enough serves a request, unless a new entry would be cheaper by more than the share
     `slack` (see `patience`). A new entry has the requested columns, rounded up (`round_up`). Relative to its columns,
     most of its other sizes are at least as large as in all earlier entries, so that entries differ mainly in columns.
-    The last entry has the largest possible sizes (caps), and serves every possible request.
+    The last entry has the largest possible sizes (caps), and serves every request within them.
 
     Entries for one number of devices are useless for another number: each number has its own entries, at most `most`.
     If microbatches of single devices and of all devices alternate (`odc`), single devices get `alone` of the `most`
@@ -200,8 +200,8 @@ class ShapeBook:
 
 
 def _present(entries: Sequence[Sizes]) -> list[Sizes]:
-    """Copies of the entries, without entries of older checkpoints for spread streams, which count chunks instead of
-    runs."""
+    """Copies of the entries. Leaves out entries for spread sequences that count chunks: an older version wrote them,
+    and this version counts runs."""
     return [dict(sizes) for sizes in entries if GIVEN in sizes or PER_ROW not in sizes]
 
 

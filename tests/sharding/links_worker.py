@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+SCENARIO, PROCESS, PORT, PROCESSES, WORDS = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5]
+DEVICES = 1 if SCENARIO == "one_core" else 2
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from jaxtyping import install_import_hook
+from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook(["sharding"], "beartype.beartype")
 
@@ -26,7 +28,6 @@ from sharding.links import LinkError, Links, initialize, leave  # noqa: E402
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-SCENARIO, PROCESS, PORT, PROCESSES, WORDS = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5]
 NEVER = 999_999  # a key that nobody offers
 
 
@@ -225,6 +226,22 @@ def listening(links: Links) -> None:
     links.barrier("all were asked")
 
 
+def one_core(links: Links) -> None:
+    """Both processes compute for seconds, and exchange arrays meanwhile."""
+    mine = jnp.full(1_000_000, PROCESS, jnp.float32)
+    program = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y), x))
+    x = jnp.ones((1000, 1000), jnp.float32)
+    compiled = program.lower(x).compile()
+    links.barrier("compiled")
+    computing = compiled(x)
+    links.offer(1 - PROCESS, [mine])
+    got = links.fetch(1 - PROCESS, PROCESS, like(mine), jax.local_devices()[0])
+    links.ready(got)
+    say("computed before" if computing.is_ready() else "arrived meanwhile")
+    computing.block_until_ready()
+    links.barrier("end")
+
+
 SCENARIOS: dict[str, Callable[[Links], None]] = {
     "listening": listening,
     "exchange": exchange,
@@ -234,10 +251,13 @@ SCENARIOS: dict[str, Callable[[Links], None]] = {
     "failing": failing,
     "collective": collective,
     "closing": closing,
+    "one_core": one_core,
 }
 
 
 def main() -> None:
+    if SCENARIO == "one_core":
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[PROCESS % 2 :][:1])
     initialize(f"127.0.0.1:{PORT}", PROCESSES, PROCESS)
     short = SCENARIO in ("stopped", "collective", "closing")
     links = Links(timeout=10.0 if short else 60.0, grace=3.0 if SCENARIO == "collective" else 20.0)

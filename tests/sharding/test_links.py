@@ -111,6 +111,14 @@ def test_arrays_and_messages(tmp_path: pathlib.Path, processes: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="pins processes to a core")
+def test_arrays_arrive_while_a_process_of_one_core_computes(tmp_path: pathlib.Path) -> None:
+    with team(tmp_path, "one_core", 2) as run:
+        assert run.codes([0, 1]) == [0, 0], run.report()
+        assert run.words(0) == run.words(1) == ["arrived meanwhile"], run.report()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "processes", "victim", "number", "code", "why"),
     [

@@ -27,7 +27,7 @@ class Gone(Exception):
 
 
 class Raised(Exception):
-    """The code raised an exception of a type that is not built in."""
+    """The code raised an exception that is not of a built-in type, or of one that tests can't expect (`_exception`)."""
 
 
 class Conversation:
@@ -80,7 +80,8 @@ class Conversation:
 
 
 def _exception(names: list[str], message: str) -> Exception:
-    """Returns an exception of the first built-in type in `names`, which tests can expect, or else a `Raised`."""
+    """Returns an exception of the first type in `names` that tests can expect, or else a `Raised`. These are the
+    built-in exceptions, but not `Exception` itself and those in `_QUIET`."""
     for name in names:
         kind = getattr(builtins, name, None)
         if name not in _QUIET and isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception:
