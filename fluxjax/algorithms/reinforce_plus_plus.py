@@ -36,7 +36,7 @@ def _normalised_over_tokens(groups: Sequence[Group], values: Sequence[np.ndarray
     """Normalises to `(value - mean) / sqrt(variance + 1e-8)`, with mean and variance over the step's tokens (divisor:
     tokens - 1)."""
     flat = np.concatenate([*values, np.zeros(0)])
-    tokens = np.array([sample.response.num_tokens for group in groups for sample in group.samples], np.int64)
+    tokens = np.array([sample.response.num_trained for group in groups for sample in group.samples], np.int64)
     count = tokens.sum()
     if count < 2:
         return [group.with_advantages(np.zeros(len(group.samples))) for group in groups]

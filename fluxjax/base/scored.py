@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from .medium import Media
+from .medium import Media, MediaKind
+
+ENVIRONMENT = -2  # the version of tokens that the environment said
 
 _HEAD = struct.Struct("<iiiid")
 _TOKENS = {2: np.dtype("<u2"), 4: np.dtype("<i4")}  # by a token's size in bytes
@@ -52,9 +54,12 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """The tokens that an engine generated for one sample of a prompt. Each tuple has one entry for each token.
-    `logprobs` are natural logs of the probability under the sampling distribution (the behaviour policy); `versions`
-    are the weight versions that the tokens come from. Raises ValueError if the tuples differ in length."""
+    """The tokens of one sample of a prompt: those that an engine generated and, if the sample has several turns, those
+    of its environment's observations between them. The first three tuples have one entry for each token. `logprobs` are
+    natural logs of the probability under the sampling distribution (the behaviour policy); `versions` are the weight
+    versions that the tokens come from. A token of the environment has version `ENVIRONMENT` and log-prob 0, and is not
+    trained on. `media` are the images and videos of the observations, in the order of their placeholders. Raises
+    ValueError if the first three tuples differ in length."""
 
     rid: str
     draw: int  # `Prompt.draw` of the response's prompt
@@ -64,6 +69,7 @@ class Response:
     versions: tuple[int, ...]
     finish: str  # a `FinishReason` value: stop, length, abort
     temperature: float | None = None  # sampling temperature; None: `rollout.temperature`
+    media: tuple[Media, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
@@ -98,30 +104,37 @@ class Response:
 
     @property
     def version_span(self) -> tuple[int, int]:
-        """The oldest and the newest version of the tokens, or (-1, -1) without tokens."""
+        """The oldest and the newest version of the generated tokens, or (-1, -1) without such tokens."""
         if self.is_packed:
             return version_span_of(self.data)
         versions = self.versions
         # Most responses have one version, which `count` shows faster than `min` and `max`.
         if versions and versions.count(versions[0]) == len(versions):
-            return versions[0], versions[0]
-        return min(versions, default=-1), max(versions, default=-1)
+            return (-1, -1) if versions[0] == ENVIRONMENT else (versions[0], versions[0])
+        return _span(versions)
 
     @functools.cached_property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @functools.cached_property
+    def num_trained(self) -> int:
+        """The number of tokens that are trained on: all but those of the environment."""
+        return trained_of(self.data) if self.is_packed else self.num_tokens - self.versions.count(ENVIRONMENT)
+
     def to_json(self) -> State:
         """Returns the fields as JSON values. Versions are runs [version, number of tokens]."""
         runs = [[version, len(list(run))] for version, run in groupby(self.versions)]
         columns = {"token_ids": list(self.token_ids), "logprobs": list(self.logprobs), "versions": runs}
-        return dataclasses.asdict(self) | columns
+        media = [dataclasses.asdict(medium) | {"kind": medium.kind.value} for medium in self.media]
+        return dataclasses.asdict(self) | columns | {"media": media}
 
     @classmethod
     def from_json(cls, saved: SavedState) -> "Response":
         versions = tuple(version for version, count in saved["versions"] for _ in range(count))
         tokens, logprobs = tuple(saved["token_ids"]), tuple(saved["logprobs"])
-        fields = {**saved, "token_ids": tokens, "logprobs": logprobs, "versions": versions}
+        media = tuple(Media(**{**fields, "kind": MediaKind(fields["kind"])}) for fields in saved.get("media", ()))
+        fields = {**saved, "token_ids": tokens, "logprobs": logprobs, "versions": versions, "media": media}
         return cls(**fields).packed()
 
 
@@ -232,7 +245,22 @@ def numbers_of(data: bytes | memoryview) -> ResponseNumbers:
 
 
 def version_span_of(data: bytes) -> tuple[int, int]:
-    """Returns the oldest and the newest version in bytes of `bytes_of`, or (-1, -1) without tokens."""
+    """Returns the oldest and the newest version of generated tokens in bytes of `bytes_of`, or (-1, -1) without such
+    tokens."""
+    return _span(_runs_in(data)[::2])
+
+
+def trained_of(data: bytes) -> int:
+    """Returns the number of tokens that are trained on, in bytes of `bytes_of`."""
+    runs = _runs_in(data)
+    return sum(count for version, count in zip(runs[::2], runs[1::2], strict=True) if version != ENVIRONMENT)
+
+
+def _runs_in(data: bytes) -> tuple[int, ...]:
     _, _, runs, _, _ = _HEAD.unpack_from(data)
-    versions = struct.unpack_from(f"<{2 * runs}i", data, _HEAD.size)[::2]
-    return (min(versions), max(versions)) if versions else (-1, -1)
+    return struct.unpack_from(f"<{2 * runs}i", data, _HEAD.size)
+
+
+def _span(versions: Sequence[int]) -> tuple[int, int]:
+    generated = [version for version in versions if version != ENVIRONMENT]
+    return min(generated, default=-1), max(generated, default=-1)

@@ -18,6 +18,7 @@ from models.inputs import AnyArray, PackedTokens, PromptInput
 
 from .medium import Media as Media
 from .medium import MediaKind as MediaKind
+from .scored import ENVIRONMENT as ENVIRONMENT
 from .scored import Completion as Completion
 from .scored import Prompt as Prompt
 from .scored import Response as Response
@@ -28,10 +29,13 @@ from .scored import State as State
 
 @dataclasses.dataclass(frozen=True)
 class PreparedPrompt:
-    """A prompt whose media are decoded and whose text is tokenised."""
+    """A prompt whose media are decoded and whose text is tokenised. `responses` has, by `Response.sample`, the inputs
+    of each response whose observations have media. They have the response's tokens only. Rotary positions go on behind
+    the prompt, and features count from the response's own first one."""
 
     prompt: Prompt
     inputs: PromptInput
+    responses: Mapping[int, PromptInput] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,17 +51,18 @@ class Columns(NamedTuple):
     """The numbers that a step reads of a group's responses, side by side in memory, in contrast to response objects."""
 
     draw: int  # `Prompt.draw`
-    numbers_G3: np.ndarray  # int64: `Response.sample`, number of tokens, newest version of a token (-1 without tokens)
+    # int64: `Response.sample`, number of tokens, newest version of a token (-1 without tokens), `Response.num_trained`
+    numbers_G4: np.ndarray
     advantages_G: np.ndarray  # float64
     data: tuple[bytes, ...]  # `Response.data`
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> "Columns":
         responses = [sample.response for sample in samples]
-        numbers = [(response.sample, response.num_tokens, response.version_span[1]) for response in responses]
+        numbers = [(r.sample, r.num_tokens, r.version_span[1], r.num_trained) for r in responses]
         return cls(
             responses[0].draw if responses else -1,
-            np.array(numbers, np.int64).reshape(-1, 3),
+            np.array(numbers, np.int64).reshape(-1, 4),
             np.array([sample.advantage for sample in samples], np.float64),
             tuple(response.data for response in responses),
         )

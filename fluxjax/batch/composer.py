@@ -146,11 +146,11 @@ class Composer:
             if group.prompt.draw == following.prompt.draw:
                 ids = f"{group.prompt.id} and {following.prompt.id}"
                 raise ValueError(f"prompts {ids} have the same draw {group.prompt.draw}")
-        ordered, numbers_R3 = _by_number(ordered)
-        lengths = numbers_R3[:, 1]
+        ordered, numbers_R4 = _by_number(ordered)
+        lengths = numbers_R4[:, 3]  # tokens that are trained on
         weights = response_weights(lengths, config.algorithm.loss_aggregation, config.rollout.max_new_tokens)
         weights = weights.astype(np.float64)
-        newest = int(numbers_R3[:, 2].max(initial=-1))
+        newest = int(numbers_R4[:, 2].max(initial=-1))
         version = newest if version is None else version
         if newest > version:
             raise ValueError(
@@ -164,10 +164,12 @@ class Composer:
             columns, span = group.columns, slice(end, end + len(group.samples))
             end, weighed = span.stop, weights[span]
             if silent and not lengths[span].all():
-                columns = Columns.of([sample for sample in group.samples if sample.response.num_tokens])
+                columns = Columns.of([sample for sample in group.samples if sample.response.num_trained])
                 weighed = weighed[lengths[span] > 0]
             if columns.data:
-                to_train.append(TrainGroup(group.prompt.id, self._inputs(group.prompt, prepared), columns, weighed))
+                inputs = self._inputs(group.prompt, prepared)
+                observed = _observed(columns, prepared[group.prompt.draw])
+                to_train.append(TrainGroup(group.prompt.id, inputs, columns, weighed, observed))
         if skip_idle:
             taught = [group for group in to_train if group.columns.advantages_G.any()]
             to_train = taught or to_train[:1]
@@ -179,7 +181,8 @@ class Composer:
         inputs = prepared[prompt.draw].inputs
         if len(inputs) == 0:
             raise ValueError(f"prompt {prompt.id} has no tokens; the first token of a response needs a token before it")
-        if inputs.patches_PX is not None and self._vision is None:
+        shown = (inputs, *prepared[prompt.draw].responses.values())
+        if self._vision is None and any(part.patches_PX is not None for part in shown):
             raise ValueError(f"prompt {prompt.id} has media, but the model has no vision tower")
         return inputs
 
@@ -288,14 +291,29 @@ def shape_book(config: Config) -> ShapeBook:
 
 
 def _by_number(groups: Sequence[Group]) -> tuple[Sequence[Group], np.ndarray]:
-    """Returns the groups with samples in order, and the concatenated `Columns.numbers_G3` of the groups, `[R, 3]`."""
-    numbers = [group.columns.numbers_G3 for group in groups]
-    numbers_R3 = np.concatenate([np.zeros((0, 3), np.int64), *numbers])
+    """Returns the groups with samples in order, and the concatenated `Columns.numbers_G4` of the groups, `[R, 4]`."""
+    numbers = [group.columns.numbers_G4 for group in groups]
+    numbers_R4 = np.concatenate([np.zeros((0, 4), np.int64), *numbers])
     begins = np.cumsum([0, *map(len, numbers)])[:-1]
-    falls = np.flatnonzero(np.diff(numbers_R3[:, 0]) < 0) + 1
+    falls = np.flatnonzero(np.diff(numbers_R4[:, 0]) < 0) + 1
     if np.isin(falls, begins).all():
-        return groups, numbers_R3
+        return groups, numbers_R4
     return _by_number([_sorted(group) for group in groups])
+
+
+def _observed(columns: Columns, prompt: PreparedPrompt) -> Mapping[int, PromptInput]:
+    """Returns the inputs of the responses whose observations have media, by index. Raises ValueError for inputs of
+    another length than the response."""
+    if not prompt.responses:
+        return {}
+    numbers = enumerate(columns.numbers_G4.tolist())
+    observed = {k: (prompt.responses[n], length) for k, (n, length, *_) in numbers if n in prompt.responses}
+    for k, (inputs, length) in observed.items():
+        if len(inputs) != length:
+            raise ValueError(
+                f"prompt {prompt.prompt.id}: response {k} has {length} tokens, but its inputs have {len(inputs)}"
+            )
+    return {k: inputs for k, (inputs, _) in observed.items()}
 
 
 def _sorted(group: Group) -> Group:

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from models.config import VisionConfig
-from models.inputs import ModelInput, PackedTokens, VisionInput, blank, concatenate, side_by_side
+from models.inputs import ModelInput, PackedTokens, PromptInput, VisionInput, blank, concatenate, side_by_side
 from sharding.planner.plan import Round, ShardPlan
 from sharding.spread.buffers import SizedLayout, Spread, lay
 from sharding.spread.shapes import Sizes
 
-from ..base.scored import bytes_of, numbers_of
+from ..base.scored import ENVIRONMENT, bytes_of, numbers_of
 from ..base.types import Columns, TrainBatch
 from .composition import Composition, Microbatch
 from .part import Part, Room, rows_of
-from .share import Groups, Outline, Piece, Row, Share, TrainGroup
+from .share import PROMPT, Groups, Outline, Piece, Row, Share, Source, TrainGroup, sources_of
 
 
 @dataclasses.dataclass
@@ -39,37 +39,48 @@ class Spans:
     responses: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
     # For each response: first cell, segment, branch, column of the token that predicts the response's first token,
     # rotary position of the response's first token.
+    # For each response with media: first cell, first feature, inputs
+    observed: list[tuple[int, int, PromptInput]] = dataclasses.field(default_factory=list)
     keys: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (draw, sample) of each response
     data: list[bytes] = dataclasses.field(default_factory=list)  # `Response.data` of each response
     lengths: list[int] = dataclasses.field(default_factory=list)  # number of tokens of each response
+    trained: list[int] = dataclasses.field(default_factory=list)  # number of tokens that are trained on, by response
     weights: list[float] = dataclasses.field(default_factory=list)  # loss weight of each token, by response
     advantages: list[float] = dataclasses.field(default_factory=list)  # advantage of each response
 
-    def place(self, row: Row, cell: int, groups: Groups, features: dict[int, int], share: bool) -> None:
-        """Appends the spans of a row that begins at `cell`."""
+    def place(self, row: Row, cell: int, groups: Groups, features: Mapping[Source, int], share: bool) -> None:
+        """Appends the spans of a row that begins at `cell`. `features` has the first feature of each prompt and each
+        response with media."""
         column = 0
         for segment, piece in enumerate(row, 1):
             group = groups[piece.item]
-            prompt, (draw, numbers_G3, advantages_G, data) = group.inputs.laid_out(), group.columns
-            self.prompts.append((cell + column, segment, features.get(piece.item, 0)))
+            prompt, (draw, numbers_G4, advantages_G, data) = group.inputs.laid_out(), group.columns
+            self.prompts.append((cell + column, segment, features.get((piece.item, PROMPT), 0)))
             self.inputs.append(prompt)
             column += len(prompt)
-            last, numbers = column - 1, numbers_G3.tolist()
+            last, numbers = column - 1, numbers_G4.tolist()
             for branch, k in enumerate(piece.responses, 1):
-                sample, length, _ = numbers[k]
+                sample, length, _, trained = numbers[k]
+                if k in group.observed:
+                    first = features.get((piece.item, k), 0)
+                    self.observed.append((cell + column, first, group.observed[k]))
                 branch = branch if share else 0
                 self.responses.append((cell + column, segment, branch, last, prompt.next_position))
                 self.keys.append((draw, sample))
                 self.data.append(data[k])
                 self.lengths.append(length)
+                self.trained.append(trained)
                 self.weights.append(group.weights[k])
                 self.advantages.append(advantages_G[k])
                 column += length
 
-    def response_cells(self) -> np.ndarray:
-        """Returns the cells of all response tokens, response after response."""
+    def trained_cells(self) -> np.ndarray:
+        """Returns the cells of all response tokens that are trained on, response after response."""
         starts = np.array([span[0] for span in self.responses], np.int64)
-        return span_cells(starts, np.array(self.lengths, np.int64))[0]
+        cells, _ = span_cells(starts, np.array(self.lengths, np.int64))
+        if self.trained == self.lengths:
+            return cells
+        return cells[np.concatenate([numbers_of(data).versions for data in self.data]) != ENVIRONMENT]
 
 
 def lay_out(share: Share, room: Room, tempered: bool) -> Composition:
@@ -98,13 +109,13 @@ def _written(outlines: Sequence[Outline], share: Share, room: Room, tempered: bo
     for outline in outlines:
         if outline.plan is None:
             spans, batch, layout = *_packed(outline, share, room, tempered), None
-            at, lengths, total = spans.response_cells(), np.array(spans.lengths, np.int64), spans.total
+            at, lengths, total = spans.trained_cells(), np.array(spans.trained, np.int64), spans.total
         else:
             devices = share.shards if outline.owner is None else range(1)
             part: Part = outline.part or Part(share.groups, outline.pieces, outline.plan, room)
             spans, batch, layout = _spread(part, outline, devices, share, room, tempered)
-            at, here, total = _on(layout, devices, layout.cells[spans.response_cells()])
-            ends = np.cumsum(np.array(spans.lengths, np.int64))
+            at, here, total = _on(layout, devices, layout.cells[spans.trained_cells()])
+            ends = np.cumsum(np.array(spans.trained, np.int64))
             at, lengths = at[here], np.add.reduceat(here, [0, *ends[:-1].tolist()], dtype=np.int64)
         microbatches.append(Microbatch(batch, outline.owner, outline.work, layout))
         keys += spans.keys
@@ -119,7 +130,7 @@ def _packed(outline: Outline, share: Share, room: Room, tempered: bool) -> tuple
     rows, columns = sizes["rows"], sizes["columns"]
     spans, buffers = Spans(len(outline.shards) * rows * columns), list[VisionInput]()
     for shard, shard_rows in enumerate(outline.shards):
-        features: dict[int, int] = {}
+        features: dict[Source, int] = {}
         if room.vision is not None:
             buffer, features = _media(shard_rows, share.groups, sizes["patches"], room.vision)
             buffers.append(buffer)
@@ -153,17 +164,14 @@ def _shapes_alone(sizes: tuple[tuple[str, int], ...], room: Room, tempered: bool
     nothing = np.zeros(0, np.int64)
     plan = ShardPlan(1, (2,), (0.0,), (1,), (0,), (Round(1, ((0,),)),))
     outline = Outline((((Piece(0, (0,)),),),), dict(sizes), plan=plan, owner=0)
-    group = sized_group(1, (nothing, nothing), (), [1])
+    group = sized_group(sized_input(1, (nothing, nothing), ()), [1], {})
     (batch,) = _written([outline], Share((outline,), {0: group}, range(1), 0, frozenset()), room, tempered).batches
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), batch)
 
 
-def sized_group(
-    tokens: int, shown: tuple[np.ndarray, np.ndarray], frames: Sequence[int], lengths: Sequence[int]
-) -> TrainGroup:
-    """Returns a group of given sizes, with zeros as values. Its prompt has `tokens` tokens, the features `shown` (see
-    `ModelInput.shown`), and a frame pair of n patches for each n of `frames`. Its responses have `lengths` tokens. The
-    prompt's zeros take no memory."""
+def sized_input(tokens: int, shown: tuple[np.ndarray, np.ndarray], frames: Sequence[int]) -> ModelInput:
+    """Returns inputs of `tokens` tokens with the features `shown` (see `ModelInput.shown`), and a frame pair of n
+    patches for each n of `frames`. All other values are zeros, which take no memory."""
     index = np.full(tokens, -1, np.int32)
     where, which = shown
     index[where] = which
@@ -175,11 +183,17 @@ def sized_group(
         window_segments_P=_zeros((patches,), np.int32),
         frame_bound=1,  # not used, because `Outline.sizes` has the batch's bound
     )
-    positions, count = _zeros((3, tokens), np.int32), len(lengths)
-    inputs = ModelInput(_zeros((tokens,), np.int32), positions, index, 0, vision if len(frames) else None)
-    numbers_G3 = np.array([(k, n, 0) for k, n in enumerate(lengths)], np.int64).reshape(-1, 3)
+    positions = _zeros((3, tokens), np.int32)
+    return ModelInput(_zeros((tokens,), np.int32), positions, index, 0, vision if len(frames) else None)
+
+
+def sized_group(inputs: ModelInput, lengths: Sequence[int], observed: Mapping[int, PromptInput]) -> TrainGroup:
+    """Returns a group with these inputs of its prompt and its responses with media (`TrainGroup.observed`). Its
+    responses have `lengths` tokens, and all other values are zeros."""
+    count = len(lengths)
+    numbers_G4 = np.array([(k, n, 0, n) for k, n in enumerate(lengths)], np.int64).reshape(-1, 4)
     data = tuple(bytes_of(k, None, (0,) * n, (0.0,) * n, (0,) * n) for k, n in enumerate(lengths))
-    return TrainGroup("", inputs, Columns(-1, numbers_G3, np.zeros(count), data), np.zeros(count))
+    return TrainGroup("", inputs, Columns(-1, numbers_G4, np.zeros(count), data), np.zeros(count), observed)
 
 
 def _zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
@@ -258,8 +272,14 @@ def _arrays(spans: Spans, tokens_per_row: int, version: int, tempered: bool) -> 
         *([("temperatures_BT", [response.temperature or 1.0 for response in numbers])] if tempered else ()),
     ):
         arrays[name][cells] = np.repeat(np.asarray(values, arrays[name].dtype), lengths)
+    arrays["loss_weights_BT"][cells[versions == ENVIRONMENT]] = 0.0
     arrays["positions_3BT"][:, cells] = np.repeat(position, lengths) + within
     arrays["predecessor_BT"][starts] = last
+    for start, first, shown in spans.observed:
+        inputs, span = shown.laid_out(), slice(start, start + len(shown))
+        arrays["positions_3BT"][:, span] = inputs.positions_3T
+        index = inputs.feature_index_T
+        arrays["feature_index_BT"][span] = np.where(index >= 0, index + first, -1)
     return _rows(arrays, tokens_per_row)
 
 
@@ -284,16 +304,16 @@ def _train_batch(
 
 def _media(
     rows: Iterable[Row], groups: Groups, num_patches: int, vision: VisionConfig
-) -> tuple[VisionInput, dict[int, int]]:
-    """Returns a shard's vision buffer, with the media of each group once. Also returns, by item, the index of the
-    group's first merged feature."""
-    first: dict[int, int] = {}
+) -> tuple[VisionInput, dict[Source, int]]:
+    """Returns a shard's vision buffer, with the media of each prompt and response once. Also returns the index of the
+    first merged feature of each."""
+    first: dict[Source, int] = {}
     parts: list[VisionInput] = []
     used = 0
-    for item in sorted({piece.item for row in rows for piece in row}):
-        part = groups[item].inputs.laid_out().vision
+    for item, response in sources_of((piece for row in rows for piece in row), groups):
+        part = groups[item].source(response).laid_out().vision
         if part is not None:
-            first[item] = used // vision.merge_unit
+            first[item, response] = used // vision.merge_unit
             parts.append(part)
             used += part.num_patches
     return concatenate([*parts, blank(num_patches - used, vision.patch_values)]), first

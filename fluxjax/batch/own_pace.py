@@ -24,7 +24,7 @@ from sharding.spread.shapes import ShapeBook
 
 from ..config import Config
 from .part import Part, Room, outlines_of
-from .share import Item, Outline, Piece, TrainGroup, check, first_fit, pieces_of
+from .share import Item, Outline, Piece, TrainGroup, check, first_fit, patches_of, pieces_of
 from .spreading import Spreading
 from .work import Estimate, estimate
 
@@ -64,7 +64,7 @@ class OwnPace:
     def _alone(self, groups: Sequence[TrainGroup], first: int) -> list[Part]:
         pieces, work, devices = self._deal([group.item for group in groups[first:]])
         pieces = [piece._replace(item=first + piece.item) for piece in pieces]
-        patches, frame = self._room.patches, common_bound(group.inputs for group in groups[first:])
+        patches, frame = self._room.patches, common_bound(shown for group in groups[first:] for shown in group.shown)
         found: list[Part] = []
         for device, microbatches in enumerate(devices):
             fitting = [part for members in microbatches for part in _within(members, pieces, patches)]
@@ -77,10 +77,10 @@ class OwnPace:
         """Returns the pieces, their work, and the microbatches of each device. The work of few groups can't be even.
         With shared prompts, smaller pieces are therefore tried, which need more copies of the prompts. The responses of
         a smaller piece have at most a device's share of all tokens, or a half or a quarter of this share."""
-        room, share = self._room.tokens, self._room.share_prompts
-        whole = pieces_of(items, room, share)
+        room, share, patches = self._room.tokens, self._room.share_prompts, self._room.whole_patches
+        whole = pieces_of(items, room, share, patches=patches)
         mean = -(-sum(piece.tokens for piece in whole) // self._num_devices)
-        choices = [whole, *(pieces_of(items, room, True, max(mean >> k, 1)) for k in range(CUTS) if share)]
+        choices = [whole, *(pieces_of(items, room, True, max(mean >> k, 1), patches) for k in range(CUTS) if share)]
         best: tuple[list[Piece], np.ndarray, list[Microbatches]] | None = None
         least = 0.0
         for pieces in choices:
@@ -100,8 +100,8 @@ class OwnPace:
         if not large:
             return [], [], rest
         groups = [*large, *rest]
-        frame = common_bound(group.inputs for group in groups)
-        shorter = pieces_of([group.item for group in rest], self._room.tokens, self._room.share_prompts)
+        frame, room = common_bound(shown for group in groups for shown in group.shown), self._room
+        shorter = pieces_of([group.item for group in rest], room.tokens, room.share_prompts, patches=room.whole_patches)
         shorter = [piece._replace(item=len(large) + piece.item) for piece in shorter]
         shorter.sort(key=lambda piece: (-piece.tokens, piece))
         parts: list[Part] = []
@@ -133,7 +133,11 @@ class OwnPace:
         rest: list[TrainGroup] = []
         for group in groups:
             item = group.item
-            beyond = {k for k, n in enumerate(item.responses) if item.prompt + n > room or item.patches > patches}
+            beyond = {
+                k
+                for k, n in enumerate(item.responses)
+                if item.prompt + n > room or item.patches + item.observed_by([k]) > patches
+            }
             if share and 0 < len(beyond) < len(item.responses):
                 beyond = _followed(item, beyond, room, degree * room)
             large += [group.only(sorted(beyond))] if beyond else []
@@ -152,14 +156,12 @@ class OwnPace:
         most_2 = loads_D2.max(axis=0)
         if loads_D2[:, 0].mean() > EVEN_TOKENS * most_2[0]:
             return plan, []
-        # By replica: the number of patches of each item whose media the replica computes.
-        media_R: list[dict[int, int]] = [{} for _ in range(plan.num_devices // replica)]
+        pieces_R: list[list[Piece]] = [[] for _ in range(plan.num_devices // replica)]  # by replica
         for piece, first in zip(part.pieces, plan.firsts, strict=True):
-            media_R[first // replica][piece.item] = piece.patches
+            pieces_R[first // replica].append(piece)
 
         def fits(device: int, piece: Piece) -> bool:
-            there = media_R[device // replica] | {piece.item: piece.patches}
-            return surely_hold(sum(there.values()), frame, replica, patches)
+            return surely_hold(patches_of([*pieces_R[device // replica], piece]), frame, replica, patches)
 
         taken: list[Piece] = []
         firsts: list[int] = []
@@ -169,7 +171,7 @@ class OwnPace:
             if free:
                 device = min(free, key=lambda d: (loads_D2[d, 0], d))
                 loads_D2[device] += load_2
-                media_R[device // replica][piece.item] = piece.patches
+                pieces_R[device // replica].append(piece)
                 taken.append(piece)
                 firsts.append(device)
         lengths = (*plan.lengths, *(piece.tokens for piece in taken))
@@ -178,7 +180,7 @@ class OwnPace:
         return ShardPlan(plan.num_devices, lengths, (0.0,) * len(lengths), degrees, all_firsts, packed), taken
 
     def _estimated(self, plan: ShardPlan, pieces: Sequence[Piece]) -> tuple[ShardPlan, float]:
-        work = work_of(self._work_of, [piece._replace(patches=0) for piece in pieces])
+        work = work_of(self._work_of, [piece._replace(patches=0, observed=0) for piece in pieces])
         media = float((work_of(self._work_of, pieces) - work).sum()) / plan.num_devices
         plan = dataclasses.replace(plan, work=tuple(work.tolist()))
         return plan, float(plan.compute().max()) + media
@@ -193,16 +195,20 @@ def _on_one_device(pieces: Sequence[Piece]) -> ShardPlan:
 
 def _within(members: Sequence[int], pieces: Sequence[Piece], cap: int) -> list[list[int]]:
     """Splits the members of a microbatch by first-fit-decreasing into parts of at most `cap` patches. The pieces of an
-    item stay together, since a microbatch has an item's patches once."""
-    media = {pieces[i].item: pieces[i].patches for i in members}
-    items = sorted(media)
-    parts = [{items[k] for k in part} for part in first_fit([media[item] for item in items], cap)]
-    return [sorted(i for i in members if pieces[i].item in part) for part in parts]
+    item stay together, since a microbatch has a prompt's patches once, unless its responses observed media."""
+    units: dict[tuple[int, int], list[int]] = {}
+    for i in members:
+        units.setdefault((pieces[i].item, i if pieces[i].observed else -1), []).append(i)
+    together = [units[unit] for unit in sorted(units)]
+    sizes = [patches_of(pieces[i] for i in unit) for unit in together]
+    return [sorted(i for k in part for i in together[k]) for part in first_fit(sizes, cap)]
 
 
 def work_of(estimate: Estimate, pieces: Sequence[Piece]) -> np.ndarray:
     """Returns the estimated work of each piece, with its media."""
-    sizes = np.array([(piece.tokens, piece.squares, piece.patches) for piece in pieces], float).reshape(-1, 3)
+    sizes = np.array(
+        [(piece.tokens, piece.squares, piece.patches + piece.observed) for piece in pieces], float
+    ).reshape(-1, 3)
     return np.asarray(estimate(*sizes.T), float)
 
 
@@ -214,10 +220,7 @@ def _followed(item: Item, beyond: set[int], room: int, all_room: int) -> set[int
 
     def copies(together: set[int]) -> int:
         kinds = (together, all_room), (responses - together, room)
-        return sum(len(pieces_of([_of(some)], longest, True)) for some, longest in kinds if some)
-
-    def _of(some: set[int]) -> Item:
-        return item._replace(responses=tuple(item.responses[k] for k in sorted(some)))
+        return sum(len(pieces_of([item.only(sorted(some))], longest, True)) for some, longest in kinds if some)
 
     shared = pieces_of([item], all_room, True)
     followed = {k for piece in shared if piece.tokens > room for k in piece.responses}

@@ -24,7 +24,7 @@ from sharding.spread.buffers import Layout, lay, size_cost
 from sharding.spread.route import ExchangeRoute, crossings, route
 from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
-from .share import Groups, Outline, Piece, runs_bound
+from .share import PROMPT, Groups, Outline, Piece, Source, runs_bound, sources_of
 
 # Tokens that a device exports in a round of a degree above 1, at most. An exported token predicts a token of another
 # device. The last token of the device's chunk predicts the next chunk's first token. A prompt's last token in the chunk
@@ -123,18 +123,23 @@ class Part:
         tokens, features = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         starts = np.cumsum([0, *self.plan.lengths])
         for start, piece in zip(starts[:-1].tolist(), self.pieces, strict=True):
-            if piece.item in self.media.first_feature:
-                where, which = self.groups[piece.item].inputs.shown
-                tokens.append(start + where)
-                features.append(self.media.first_feature[piece.item] + which)
+            group, at = self.groups[piece.item], start
+            lengths = group.columns.numbers_G4[list(piece.responses), 1].tolist()
+            for response, length in zip((PROMPT, *piece.responses), (len(group.inputs), *lengths), strict=True):
+                if (first := self.media.first_feature.get((piece.item, response))) is not None:
+                    where, which = group.source(response).shown
+                    tokens.append(at + where)
+                    features.append(first + which)
+                at += length
         device, _ = self.layout.places()
         return device[np.concatenate(tokens)], np.concatenate(features)
 
 
 class SpreadMedia:
     """The media of a part: the device that computes each frame pair, and the row where each token finds its feature.
-    `first_feature` has the number of each item's first merged feature, counted as if there were one device. Each
-    replica (devices that exchange features) with pieces of an item computes the item's features."""
+    `first_feature` has the number of the first merged feature of each prompt and each response with media, counted as
+    if there were one device. Each replica (devices that exchange features) with pieces of an item computes the features
+    of the prompt, and those of these pieces' responses."""
 
     def __init__(
         self, groups: Groups, pieces: Sequence[Piece], plan: ShardPlan, room: Room, vision: VisionConfig
@@ -142,34 +147,37 @@ class SpreadMedia:
         self._vision, self._num_devices = vision, plan.num_devices
         self.cap = room.whole_patches
         self._replica = replica_size(plan.num_devices)
-        homes: dict[tuple[int, int], int] = {}  # the first piece of an item in a replica
+        homes: dict[tuple[int, Source], int] = {}  # the first piece in a replica that shows a source's media
         for i, piece in enumerate(pieces):
-            homes.setdefault((plan.firsts[i] // self._replica, piece.item), i)
-        self.first_feature: dict[int, int] = {}
+            for source in sources_of([piece], groups):
+                homes.setdefault((plan.firsts[i] // self._replica, source), i)
+        self.first_feature: dict[Source, int] = {}
         total = 0
-        for item in sorted({item for _, item in homes}):
-            if frame_edges := groups[item].inputs.frame_edges:
-                self.first_feature[item] = total
+        self._inputs = {source: groups[source[0]].source(source[1]) for _, source in homes}
+        for source in sorted(self._inputs):
+            if frame_edges := self._inputs[source].frame_edges:
+                self.first_feature[source] = total
                 total += frame_edges[-1] // vision.merge_unit
-        self._groups = groups
-        items: list[int] = []  # the item of each unit (a frame pair)
+        self._sources = list(self.first_feature)
+        numbers = {source: number for number, source in enumerate(self._sources)}
+        shown: list[int] = []  # the number of the source of each unit (a frame pair)
         edges: list[tuple[int, int]] = []  # the first patch of each unit, and its end
         # By replica and feature: the feature's index among all computed features, in the order of units.
         self._computed = np.zeros((plan.num_devices // self._replica, total), np.int64)
         home: list[int] = []  # the piece of each unit
         used = 0
-        for replica, item in sorted(homes):
-            if item not in self.first_feature:
+        for replica, source in sorted(homes):
+            if source not in self.first_feature:
                 continue
-            frame_edges = groups[item].inputs.frame_edges
-            count, first = frame_edges[-1] // vision.merge_unit, self.first_feature[item]
+            frame_edges = self._inputs[source].frame_edges
+            count, first = frame_edges[-1] // vision.merge_unit, self.first_feature[source]
             self._computed[replica, first : first + count] = used + np.arange(count)
             used += count
             pairs = list(pairwise(frame_edges))
             edges += pairs
-            items += [item] * len(pairs)
-            home += [homes[replica, item]] * len(pairs)
-        self._items, self._edges = np.array(items, np.int32), np.array(edges, np.int32).reshape(-1, 2)
+            shown += [numbers[source]] * len(pairs)
+            home += [homes[replica, source]] * len(pairs)
+        self._shown, self._edges = np.array(shown, np.int32), np.array(edges, np.int32).reshape(-1, 2)
         self._sizes = np.diff(self._edges)[:, 0].astype(np.int64)
         self._owners = spread_vision(  # the device of each unit
             self._sizes.tolist(),
@@ -186,7 +194,8 @@ class SpreadMedia:
             )
 
     def items_on(self, devices: range) -> set[int]:
-        return set(self._items[(self._owners >= devices.start) & (self._owners < devices.stop)].tolist())
+        shown = np.unique(self._shown[(self._owners >= devices.start) & (self._owners < devices.stop)])
+        return {self._sources[number][0] for number in shown.tolist()}
 
     def needs(self, device: np.ndarray, feature: np.ndarray) -> Sizes:
         """Returns the least buffer sizes. Token i is on `device[i]` and shows `feature[i]`."""
@@ -227,11 +236,11 @@ class SpreadMedia:
 
     def _side_by_side(self, patches: int, bound: int, way: ExchangeRoute, devices: range) -> VisionInput:
         members: list[list[tuple[int, int, int]]] = [[] for _ in devices]
-        for item, (start, stop), device in zip(
-            self._items.tolist(), self._edges.tolist(), self._owners.tolist(), strict=True
+        for number, (start, stop), device in zip(
+            self._shown.tolist(), self._edges.tolist(), self._owners.tolist(), strict=True
         ):
             if device in devices:
-                members[device - devices.start].append((item, start, stop))
+                members[device - devices.start].append((number, start, stop))
         buffers: list[VisionInput] = []
         for units in members:
             runs = [self._slice(*run) for run in _runs(units)]
@@ -239,19 +248,19 @@ class SpreadMedia:
             buffers.append(concatenate([*runs, blank(patches - used, self._vision.patch_values)]))
         return side_by_side(buffers, bound, way)
 
-    def _slice(self, item: int, start: int, stop: int) -> VisionInput:
-        part = self._groups[item].inputs.laid_out().vision
+    def _slice(self, number: int, start: int, stop: int) -> VisionInput:
+        part = self._inputs[self._sources[number]].laid_out().vision
         assert part is not None
         return dataclasses.replace(part, **{name: getattr(part, name)[start:stop] for name in ARRAYS})
 
 
 def _runs(units: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     runs: list[tuple[int, int, int]] = []
-    for item, start, stop in units:
-        if runs and runs[-1][0] == item and runs[-1][2] == start:
-            runs[-1] = (item, runs[-1][1], stop)
+    for number, start, stop in units:
+        if runs and runs[-1][0] == number and runs[-1][2] == start:
+            runs[-1] = (number, runs[-1][1], stop)
         else:
-            runs.append((item, start, stop))
+            runs.append((number, start, stop))
     return runs
 
 

@@ -19,7 +19,7 @@ from sharding.spread.shapes import ShapeBook, Sizes
 
 from ..config import Config, ConfigError
 from .fitted import Fit, fit_rows, lengths_between
-from .share import Item, Outline, Piece, Row, TrainGroup, check, chunks_needed, most_chunks, pieces_of
+from .share import Item, Outline, Piece, Row, TrainGroup, check, chunks_needed, most_chunks, patches_of, pieces_of
 
 # Least `packing.tokens_per_row`, in tokens, for fitted row lengths. In shorter rows, fitted lengths save less time than
 # their compilation takes.
@@ -70,13 +70,13 @@ class RowPacking:
         """Returns the microbatches, with buffer sizes that the shape book chooses, and `groups`."""
         items = [group.item for group in groups]
         check(items, self._budget.tokens_per_row, self._budget.patches[-1])
-        pieces = pieces_of(items, self._budget.tokens_per_row, self._share)
+        pieces = pieces_of(items, self._budget.tokens_per_row, self._share, patches=self._budget.patches[-1])
         exact = self._budget.tokens_per_row < LONG
         plan = None if exact else self._fitted(pieces)
         if plan is None or cells_of(plan) > _least_cells(items, self._budget, self._share):
             full = packed(items, pieces, self._budget, self._share)
             plan = full if plan is None or cells_of(full) < cells_of(plan) else plan
-        frame = common_bound(group.inputs for group in groups) if self._vision is not None else 0
+        frame = common_bound(shown for group in groups for shown in group.shown) if self._vision is not None else 0
         return [self._sized(micro, frame, exact) for micro in plan], groups
 
     def _fitted(self, pieces: Sequence[Piece]) -> list[Outline] | None:
@@ -96,8 +96,7 @@ class RowPacking:
         if best is None:
             return None
         filled, rows = best[1].filled(pieces), best[1].rows // shards
-        media = (sum({piece.item: piece.patches for piece in row}.values()) for _, members in filled for row in members)
-        if max(media) > budget.patches[-1]:
+        if max(patches_of(row) for _, members in filled for row in members) > budget.patches[-1]:
             return None
         return [micro for length, members in filled for micro in _spread(members, budget, rows, length)]
 
@@ -184,7 +183,7 @@ def _first_fit(pieces: Sequence[Piece], budget: Budget) -> list[Row]:
     members: list[set[int]] = []
 
     def added(row: int, piece: Piece) -> int:
-        return 0 if piece.item in members[row] else piece.patches
+        return (0 if piece.item in members[row] else piece.patches) + piece.observed
 
     for piece in pieces:
         fitting = np.flatnonzero(free[: len(rows)] >= piece.tokens).tolist()
@@ -209,16 +208,19 @@ def _chain(items: Sequence[Item], budget: Budget) -> list[Row]:
     for index, item in enumerate(items):
         pending = sorted(range(len(item.responses)), key=lambda k: -item.responses[k])
         while pending:
-            room = free - item.prompt if patches + item.patches <= budget.patches[-1] else 0
+            held = budget.patches[-1] - patches - item.patches
+            room = free - item.prompt if held >= 0 else 0
             taken: list[int] = []
             for k in pending:
-                if item.responses[k] <= room:
+                if item.responses[k] <= room and (observed := item.observed_by([k])) <= held:
                     taken.append(k)
                     room -= item.responses[k]
+                    held -= observed
             if taken:
                 tokens = item.prompt + sum(item.responses[k] for k in taken)
-                rows[-1].append(Piece(index, tuple(sorted(taken)), tokens, patches=item.patches))
-                free, patches = room, patches + item.patches
+                observed = item.observed_by(taken)
+                rows[-1].append(Piece(index, tuple(sorted(taken)), tokens, 0.0, item.patches, observed))
+                free, patches = room, patches + item.patches + observed
                 pending = [k for k in pending if k not in taken]
             if pending:
                 rows.append([])
@@ -232,7 +234,7 @@ def _spread(rows: Sequence[Row], budget: Budget, most: int = 0, tokens: int = 0)
     shard with the fewest patches, then to the shard with the fewest rows. A row that fits in no shard waits for the
     next microbatch."""
     waiting = sorted(rows, key=lambda row: row[0])
-    media = any(piece.patches for row in rows for piece in row)
+    media = any(piece.patches or piece.observed for row in rows for piece in row)
     allowed = (most,) if most else budget.rows
     plan: list[Outline] = []
     while waiting:
@@ -261,7 +263,7 @@ def _dealt(
     left: list[Row] = []
     for row in rows:
         media = {piece.item: piece.patches for piece in row if piece.patches}
-        added = np.full(num_shards, sum(media.values()))
+        added = np.full(num_shards, sum(media.values()) + sum(piece.observed for piece in row))
         for item in media.keys() & holders.keys():
             added -= media[item] * holders[item]
         free = np.flatnonzero((counts < most_rows) & (held + added <= most_patches))

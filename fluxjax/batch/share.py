@@ -9,7 +9,8 @@ tokens and features depend on these sizes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,56 +24,110 @@ from sharding.spread.shapes import Sizes
 from ..base.types import Columns
 from ..config import Config, ConfigError
 
+PROMPT = -1  # stands for the prompt where numbers count the responses of a group
+Source: TypeAlias = tuple[int, int]  # what shows media: an item, and its response or `PROMPT`
+
 
 class Item(NamedTuple):
-    """The sizes of a group: the tokens of its prompt and of each response (all positive), and its patches."""
+    """The sizes of a group: the tokens of its prompt and of each response (all positive), the patches of its prompt,
+    and the patches of each response's observations (empty: no response has any)."""
 
     name: str  # name of the prompt, for error messages
     prompt: int
     responses: tuple[int, ...]
     patches: int = 0
+    observed: tuple[int, ...] = ()
+
+    def only(self, responses: Iterable[int]) -> Item:
+        """Returns the item with only the responses of these indices."""
+        some = list(responses)
+        observed = tuple(self.observed[k] for k in some) if self.observed else ()
+        return self._replace(responses=tuple(self.responses[k] for k in some), observed=observed)
+
+    def observed_by(self, responses: Iterable[int]) -> int:
+        """Returns the patches of these responses' observations."""
+        return sum(self.observed[k] for k in responses) if self.observed else 0
 
 
 class Piece(NamedTuple):
-    """Responses of one item (ascending indices) in one row, behind one copy of the prompt. `tokens`, `squares` and
-    `patches` are 0 in processes that do not plan."""
+    """Responses of one item (ascending indices) in one row, behind one copy of the prompt. `tokens`, `squares`,
+    `patches` and `observed` are 0 in processes that do not plan."""
 
     item: int
     responses: tuple[int, ...]
     tokens: int = 0  # including the copy of the prompt
     squares: float = 0.0  # twice the (query, key) pairs of attention: `tokens**2` for a prompt with one response
-    patches: int = 0  # of the item; all its pieces on a device (with a plan: on a replica, see `part.py`) share them
+    patches: int = 0  # of the prompt; all its pieces on a device (with a plan: on a replica, see `part.py`) share them
+    observed: int = 0  # patches of the observations of these responses
 
 
 Row = tuple[Piece, ...]
 
 
+def patches_of(pieces: Iterable[Piece]) -> int:
+    """Returns the patches that a device holds for these pieces, with those of each prompt once."""
+    prompts, observed = dict[int, int](), 0
+    for piece in pieces:
+        prompts[piece.item] = piece.patches
+        observed += piece.observed
+    return sum(prompts.values()) + observed
+
+
 class TrainGroup(NamedTuple):
-    """A group to lay out: its prompt, the columns of its non-empty responses, and for each response the loss weight
-    (float64) of a token."""
+    """A group to lay out: its prompt, the columns of its non-empty responses, for each response the loss weight
+    (float64) of a token, and the inputs of the responses whose observations have media, by index
+    (`PreparedPrompt.responses`)."""
 
     name: str  # name of the prompt, for error messages; empty in processes that do not plan
     inputs: PromptInput
     columns: Columns
     weights: np.ndarray
+    observed: Mapping[int, PromptInput] = MappingProxyType({})
 
     @property
     def item(self) -> Item:
-        patches_PX, lengths = self.inputs.patches_PX, self.columns.numbers_G3[:, 1].tolist()
-        return Item(self.name, len(self.inputs), tuple(lengths), 0 if patches_PX is None else len(patches_PX))
+        lengths, observed = self.columns.numbers_G4[:, 1].tolist(), ()
+        if self.observed:
+            observed = tuple(_patches(self.observed[k]) if k in self.observed else 0 for k in range(len(lengths)))
+        return Item(self.name, len(self.inputs), tuple(lengths), _patches(self.inputs), observed)
+
+    @property
+    def shown(self) -> tuple[PromptInput, ...]:
+        """The inputs that may have media: of the prompt, and of responses."""
+        return (self.inputs, *self.observed.values())
+
+    def source(self, response: int) -> PromptInput:
+        """Returns the inputs of the prompt (`PROMPT`), or of a response that has media."""
+        return self.inputs if response == PROMPT else self.observed[response]
 
     def only(self, responses: Sequence[int]) -> TrainGroup:
         """Returns the group with only the responses of these indices."""
-        draw, numbers_G3, advantages_G, data = self.columns
+        draw, numbers_G4, advantages_G, data = self.columns
         if len(responses) == len(data):
             return self
         some = list(responses)
-        columns = Columns(draw, numbers_G3[some], advantages_G[some], tuple(data[k] for k in some))
-        return self._replace(columns=columns, weights=self.weights[some])
+        columns = Columns(draw, numbers_G4[some], advantages_G[some], tuple(data[k] for k in some))
+        observed = {new: self.observed[k] for new, k in enumerate(some) if k in self.observed}
+        return self._replace(columns=columns, weights=self.weights[some], observed=observed)
+
+
+def _patches(inputs: PromptInput) -> int:
+    patches_PX = inputs.patches_PX
+    return 0 if patches_PX is None else len(patches_PX)
 
 
 RUN_TOKENS = 32  # a table of runs (`PackedRuns`) has room for at least one run in this many tokens
 Groups: TypeAlias = Sequence[TrainGroup] | Mapping[int, TrainGroup]  # by item
+
+
+def sources_of(pieces: Iterable[Piece], groups: Groups) -> list[Source]:
+    """Returns the prompts of these pieces and their responses with media, each once, in order."""
+    sources: set[Source] = set()
+    for piece in pieces:
+        sources.add((piece.item, PROMPT))
+        if observed := groups[piece.item].observed:
+            sources.update((piece.item, k) for k in piece.responses if k in observed)
+    return sorted(sources)
 
 
 def check(
@@ -82,7 +137,7 @@ def check(
     row: str = "packing.tokens_per_row",
     media: str = "packing.patches_per_device",
 ) -> None:
-    """Raises ConfigError for a prompt that exceeds `tokens` with one of its responses, or whose media exceed `patches`.
+    """Raises ConfigError for a prompt that exceeds `tokens` or `patches` with one of its responses.
     `row` and `media` are the names of these bounds in messages."""
     for item in items:
         longest = item.prompt + max(item.responses)
@@ -91,30 +146,47 @@ def check(
                 f"prompt {item.name}: {item.prompt} prompt tokens and a response of {max(item.responses)} make "
                 f"{longest}, more than {row} = {tokens}"
             )
-        if item.patches > patches:
+        observed = max(item.observed, default=0)
+        if item.patches + observed > patches:
+            whose = "its media" if not observed else "its media and those that one of its responses observed"
             raise ConfigError(
-                f"prompt {item.name}: its media have {item.patches} patches, more than {media} = {patches}"
+                f"prompt {item.name}: {whose} have {item.patches + observed} patches, more than {media} = {patches}"
             )
 
 
-def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, responses: int = 0) -> list[Piece]:
+def pieces_of(
+    items: Sequence[Item], longest: int, share_prompts: bool, responses: int = 0, patches: int = 0
+) -> list[Piece]:
     """Returns the pieces of the items. Each piece is computed as one sequence. Without `share_prompts`, each response
     is a piece. With `share_prompts`, a group is cut into pieces of at most `longest` tokens by first-fit-decreasing.
-    The responses of a piece have at most `responses` tokens together (0: no limit). If the longest response exceeds
-    these limits, its length becomes the limit of its group."""
+    The responses of a piece have at most `responses` tokens together (0: no limit). A piece has at most `patches`
+    patches (0: no limit). If a single response exceeds these limits, its size becomes the limit of its group."""
     pieces: list[Piece] = []
-    for number, (_, prompt, sizes, patches) in enumerate(items):
+    for number, item in enumerate(items):
+        prompt, sizes = item.prompt, item.responses
         if share_prompts:
             most = min(longest, prompt + responses) if responses else longest
-            parts = first_fit(sizes, max(most - prompt, max(sizes)))
+            parts = [
+                tuple(some[k] for k in part)
+                for some in _held(item, patches)
+                for part in first_fit([sizes[k] for k in some], max(most - prompt, max(sizes)))
+            ]
         else:
             parts = [(k,) for k in range(len(sizes))]
         for part in parts:
             lengths = sizes if len(part) == len(sizes) else [sizes[k] for k in part]
             tokens = sum(lengths)
             squares = float(prompt * (prompt + 2 * tokens) + sum(size * size for size in lengths))
-            pieces.append(Piece(number, part, prompt + tokens, squares, patches))
+            pieces.append(Piece(number, part, prompt + tokens, squares, item.patches, item.observed_by(part)))
     return pieces
+
+
+def _held(item: Item, patches: int) -> list[tuple[int, ...]]:
+    """Returns the responses of an item in parts of at most `patches` patches (0: no limit), with those of the prompt. A
+    response with more patches is a part of its own."""
+    if not patches or not item.observed:
+        return [tuple(range(len(item.responses)))]
+    return first_fit(item.observed, patches - item.patches)
 
 
 def chunks_needed(columns: int, row: Sequence[Piece], share_prompts: bool, chunk: int) -> int:
@@ -216,10 +288,13 @@ class Outline:
         else:
             replica = replica_size(self.plan.num_devices)
             homes = [first // replica for first in self.plan.firsts]
-        media = {(home, piece.item): piece.patches for home, piece in zip(homes, pieces, strict=True)}
+        by_home: dict[int, list[Piece]] = {}
+        for home, piece in zip(homes, pieces, strict=True):
+            by_home.setdefault(home, []).append(piece)
         cells = self.num_devices * self.sizes.get("rows", 1) * self.sizes["columns"]
         patch_cells = self.num_devices * self.sizes.get("patches", 0)
-        return Filled(sum(piece.tokens for piece in pieces), cells, sum(media.values()), patch_cells)
+        patches = sum(map(patches_of, by_home.values()))
+        return Filled(sum(piece.tokens for piece in pieces), cells, patches, patch_cells)
 
     def of(self, shards: range) -> Outline:
         """Returns the outline for a process with these devices. Without a plan, the outline has the rows of these

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from models.config import TextConfig
 from models.inputs import common_bound
 from sharding.cost import CostError
+from sharding.mesh import replica_size
 from sharding.planner.flex import Limits, flex_ulysses, ulysses
 from sharding.planner.plan import PlanError, ShardPlan
 from sharding.spread.buffers import size_cost
@@ -57,9 +58,10 @@ class Spreading:
         With `packing.share_prompts` a group is one sequence, whose responses are branches behind one copy of the
         prompt. Otherwise each response is a sequence. Raises ConfigError if no plan exists.
         """
-        room, frame = self._room, common_bound(group.inputs for group in groups)
+        room, frame = self._room, common_bound(shown for group in groups for shown in group.shown)
         # A group that exceeds `degree` devices is cut into pieces, and each piece computes the group's prompt again.
-        pieces = pieces_of([group.item for group in groups], room.tokens * self.degree, room.share_prompts)
+        longest, patches = room.tokens * self.degree, room.whole_patches * replica_size(self._num_devices)
+        pieces = pieces_of([group.item for group in groups], longest, room.share_prompts, patches=patches)
         least = math.ceil(sum(piece.tokens for piece in pieces) / (room.tokens * self._num_devices))
         counts = range(min(max(least, 1), len(pieces)), len(pieces) + 1)
 

@@ -9,24 +9,25 @@ from __future__ import annotations
 import dataclasses
 import io
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar, TypeAlias
 
 import msgpack
 import numpy as np
 
-from models.inputs import PromptInput
-from models.shadow import ShadowTensor
+from models.inputs import ModelInput, PromptInput, VisionInput
+from models.shadow import Rows, ShadowTensor
 from sharding.planner.plan import ShardPlan, rounds
 from sharding.spread.shapes import Sizes
 
-from ..base.scored import head_of, version_span_of
+from ..base.scored import head_of, numbers_of, trained_of, version_span_of
 from ..base.types import Columns
-from ..batch.fill import sized_group
+from ..batch.fill import sized_group, sized_input
 from ..batch.share import Outline, Piece, Share, TrainGroup
+from ..config import ConfigError
 
-PROTOCOL = 11
+PROTOCOL = 12
 MediaTold: TypeAlias = Sequence[tuple[str, str]] | None  # (ticket, place) of each medium; None: the receiver decodes
 PlaceOf: TypeAlias = Callable[[str], str]  # ticket -> the preprocessor that holds the medium
 UNKNOWN_PLACE = ""
@@ -169,11 +170,13 @@ def _array(read: dict[str, Any]) -> Any:
 
 Told: TypeAlias = tuple[dict[str, Any], list[bytes]]  # the rows of a minibatch, and the responses of the rows
 Inputs: TypeAlias = Callable[[Mapping[int, MediaTold]], Mapping[int, PromptInput]]
+Hear: TypeAlias = Callable[[Iterable[tuple[str, str]]], None]
 
 
 def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told:
     """Returns a share to send, without the inputs of prompts, which the receiver prepares from draws. If a media store
-    holds a prompt's pixels, the share has the tickets and places of the prompt's media."""
+    holds a prompt's pixels, the share has the tickets and places of the prompt's media. The media of observations
+    travel as tickets, too. Raises ConfigError for observations whose pixels no media store holds."""
     used: dict[int, list[int]] = {}  # by item: indices of responses
     for piece in chain.from_iterable(outline.pieces for outline in share.micros):
         used.setdefault(piece.item, []).extend(piece.responses)
@@ -183,7 +186,8 @@ def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told
         if item in share.needed:
             draw, _, advantages_G, data = group.columns
             media, numbers = told_media(group.inputs, place_of), used[item]
-            groups.append((draw, media, group.weights.tobytes(), advantages_G.tobytes(), numbers))
+            observed = [(k, _told_observed(group.observed[k], place_of)) for k in numbers if k in group.observed]
+            groups.append((draw, media, group.weights.tobytes(), advantages_G.tobytes(), numbers, observed))
             responses += [data[k] for k in numbers]
         else:
             groups.append(_told_sizes(group))
@@ -196,15 +200,15 @@ def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told
     }, responses
 
 
-def shares_of(order: Learn, inputs: Inputs) -> list[Share]:
+def shares_of(order: Learn, inputs: Inputs, hear: Hear = lambda tickets: None) -> list[Share]:
     """Returns this process's share of each minibatch of an order. `inputs` gets, by draw, the (ticket, place) pairs of
-    the prompt's media, and returns the prompt's inputs. Raises OrderError for a draw that `inputs` does not return, and
-    for malformed rows."""
+    the prompt's media, and returns the prompt's inputs. `hear` gets the pairs of observations. Raises OrderError for a
+    draw that `inputs` does not return, and for malformed rows."""
     data, at = b"".join(order.responses), 0
     shares: list[Share] = []
     try:
         for rows in order.minibatches:
-            share, at = _share_of(rows, data, at, inputs)
+            share, at = _share_of(rows, data, at, inputs, hear)
             shares.append(share)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         if isinstance(error, OrderError):
@@ -215,7 +219,7 @@ def shares_of(order: Learn, inputs: Inputs) -> list[Share]:
     return shares
 
 
-def _share_of(rows: Mapping[str, Any], data: bytes, at: int, inputs: Inputs) -> tuple[Share, int]:
+def _share_of(rows: Mapping[str, Any], data: bytes, at: int, inputs: Inputs, hear: Hear) -> tuple[Share, int]:
     """Returns the share whose responses begin at byte `at`, and the byte after the responses."""
     groups = dict(zip(rows["items"], rows["groups"], strict=True))
     needed = {item: group for item, group in groups.items() if isinstance(group[2], bytes)}
@@ -228,9 +232,11 @@ def _share_of(rows: Mapping[str, Any], data: bytes, at: int, inputs: Inputs) -> 
     read: dict[int, TrainGroup] = {}
     for item, group in groups.items():
         if item in needed:
-            draw, _, weights, advantages, responses = group
+            draw, _, weights, advantages, responses, told_of = group
             columns, at = _columns(draw, np.frombuffer(advantages), responses, data, at)
-            read[item] = TrainGroup("", found[draw], columns, np.frombuffer(weights))
+            hear((ticket, place) for _, (pieces, *_) in told_of for ticket, place, *_ in pieces)
+            observed = {k: _observed(numbers_of(columns.data[k]).tokens, *told) for k, told in told_of}
+            read[item] = TrainGroup("", found[draw], columns, np.frombuffer(weights), observed)
         else:
             read[item] = _sizes(*group)
     micros = tuple(_outline(*micro) for micro in rows["micros"])
@@ -241,13 +247,13 @@ def _columns(
     draw: int, advantages_G: np.ndarray, responses: Sequence[int], data: bytes, at: int
 ) -> tuple[Columns, int]:
     """Returns the columns of the group whose `responses` begin at byte `at`, and the byte after the responses."""
-    data_G, numbers_G3 = [b""] * len(advantages_G), np.zeros((len(advantages_G), 3), np.int64)
+    data_G, numbers_G4 = [b""] * len(advantages_G), np.zeros((len(advantages_G), 4), np.int64)
     for k in responses:
         head = head_of(data, at)
         data_G[k] = data[at : at + head.size]
-        numbers_G3[k] = head.sample, head.tokens, version_span_of(data_G[k])[1]
+        numbers_G4[k] = head.sample, head.tokens, version_span_of(data_G[k])[1], trained_of(data_G[k])
         at += head.size
-    return Columns(draw, numbers_G3, advantages_G, tuple(data_G)), at
+    return Columns(draw, numbers_G4, advantages_G, tuple(data_G)), at
 
 
 def _told_outline(outline: Outline) -> tuple[Any, ...]:
@@ -272,21 +278,63 @@ def _outline(
     return Outline(shards, sizes, coming, plan, *of)
 
 
-def _told_sizes(group: TrainGroup) -> tuple[int, Sequence[Sequence[int]], Sequence[int], Sequence[int]]:
-    """Returns the arguments of `_sizes`: the prompt's tokens, the runs of consecutive entries in `ModelInput.shown`
-    (first tokens, first features, lengths), each frame pair's patches, and each response's tokens."""
-    where, which = group.inputs.shown
+def _told_observed(inputs: PromptInput, place_of: PlaceOf) -> Sequence[Any]:
+    """Returns the arguments of `_observed` behind the tokens."""
+    laid_out = inputs.laid_out()
+    vision = laid_out.vision
+    if vision is None or not isinstance(patches_PX := vision.patches_PX, ShadowTensor):
+        raise ConfigError(
+            "several processes share the images and videos of observations through a media store only: set "
+            "data.loader=shadow"
+        )
+    pieces = [(rows.ticket, place_of(rows.ticket), rows.start, rows.stop) for rows in patches_PX.elsewhere]
+    tokens = laid_out.positions_3T.ravel(), laid_out.feature_index_T, laid_out.next_position
+    segments = vision.frame_segments_P, vision.window_segments_P, vision.frame_bound
+    return pieces, patches_PX.shape[1], *tokens, vision.positions_P2.ravel(), *segments
+
+
+def _observed(
+    tokens_T: np.ndarray,
+    pieces: Sequence[Sequence[Any]],
+    values: int,
+    positions: np.ndarray,
+    feature_index_T: np.ndarray,
+    next_position: int,
+    patch_positions: np.ndarray,
+    *segments: Any,
+) -> ModelInput:
+    rows = [Rows(ticket, start, stop) for ticket, _, start, stop in pieces]
+    patches = ShadowTensor(rows, (values,), np.dtype(np.float32))
+    vision = VisionInput(patches, patch_positions.reshape(-1, 2), *segments)
+    return ModelInput(tokens_T, positions.reshape(3, -1), feature_index_T, next_position, vision)
+
+
+def _told_sizes(group: TrainGroup) -> Sequence[Any]:
+    """Returns the arguments of `_sizes`: the sizes of the prompt, each response's tokens, and the sizes of the
+    responses with media, each behind its index."""
+    observed = [(k, _told_shown(inputs)) for k, inputs in group.observed.items()]
+    return _told_shown(group.inputs), group.item.responses, observed
+
+
+def _told_shown(inputs: PromptInput) -> tuple[int, Sequence[Sequence[int]], Sequence[int]]:
+    """Returns the number of tokens, the runs of consecutive entries in `ModelInput.shown` (first tokens, first
+    features, lengths), and each frame pair's patches."""
+    where, which = inputs.shown
     begins = np.flatnonzero((np.diff(where, prepend=-2) != 1) | (np.diff(which, prepend=-2) != 1))  # where runs begin
     counts = np.diff(np.append(begins, len(where)))
     runs = [values.tolist() for values in (where[begins], which[begins], counts)]
-    return len(group.inputs), runs, np.diff(group.inputs.frame_edges).tolist(), group.item.responses
+    return len(inputs), runs, np.diff(inputs.frame_edges).tolist()
 
 
-def _sizes(tokens: int, runs: Sequence[Sequence[int]], frames: Sequence[int], lengths: Sequence[int]) -> TrainGroup:
+def _sizes(prompt: Sequence[Any], lengths: Sequence[int], observed: Sequence[Sequence[Any]]) -> TrainGroup:
+    return sized_group(_shown(*prompt), lengths, {k: _shown(*sizes) for k, sizes in observed})
+
+
+def _shown(tokens: int, runs: Sequence[Sequence[int]], frames: Sequence[int]) -> ModelInput:
     where, which, counts = (np.array(values, np.int64) for values in runs)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     shown = np.repeat(where, counts) + within, np.repeat(which, counts) + within
-    return sized_group(tokens, shown, frames, lengths)
+    return sized_input(tokens, shown, frames)
 
 
 def told_media(inputs: PromptInput, place_of: PlaceOf) -> list[list[Any]] | None:

@@ -58,7 +58,7 @@ def only_taught(groups: Sequence[Group]) -> list[Group]:
 
     def taught(group: Group) -> Group:
         samples = tuple(sample for sample in group.samples if sample.advantage != 0.0)
-        return dataclasses.replace(group, samples=samples) if any(s.response.num_tokens for s in samples) else group
+        return dataclasses.replace(group, samples=samples) if any(s.response.num_trained for s in samples) else group
 
     return [taught(group) for group in groups]
 

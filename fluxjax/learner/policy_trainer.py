@@ -320,7 +320,7 @@ class PolicyTrainer:
         return {"advantages": np.array([advantages[key] for key in keys])}
 
     def _sized(self, portion: Portion) -> Portion:
-        lengths = np.array([s.response.num_tokens for group in portion.groups for s in group.samples], np.int64)
+        lengths = np.array([s.response.num_trained for group in portion.groups for s in group.samples], np.int64)
         settings = self._config.algorithm
         portion.size = normaliser(lengths, settings.loss_aggregation, self._config.rollout.max_new_tokens)
         return portion
@@ -388,12 +388,12 @@ def minibatches(groups: Sequence[Group], count: int) -> list[list[Group]]:
     are left out."""
     ordered = sorted(groups, key=lambda group: group.prompt.draw)
     dealt = [ordered[first::count] for first in range(count)]
-    return [part for part in dealt if any(s.response.num_tokens for group in part for s in group.samples)]
+    return [part for part in dealt if any(s.response.num_trained for group in part for s in group.samples)]
 
 
 def has_gradient(groups: Iterable[Group], skip_idle: bool) -> bool:
     """Says whether there is a token to train on. With `skip_idle`, the advantage of the token must not be 0."""
-    samples = (sample for group in groups for sample in group.samples if sample.response.num_tokens)
+    samples = (sample for group in groups for sample in group.samples if sample.response.num_trained)
     return any(not skip_idle or sample.advantage != 0.0 for sample in samples)
 
 

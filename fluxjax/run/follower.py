@@ -89,7 +89,7 @@ class Follower:
 
     def _learn(self, order: Learn) -> None:
         with self._gang.watch.stage("media"):
-            shares = shares_of(order, self._inputs)
+            shares = shares_of(order, self._inputs, self._media.hear)
         if self._warm_start is None:
             self._trainer.follow(shares, order.size, order.update)
         else:

@@ -1,0 +1,151 @@
+"""Random episodes: responses of several turns, with images and videos in the observations between them."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from learner_cases import MEDIA, learner
+from packing_cases import IMAGE, MODEL, TEXT_VOCABULARY, VIDEO, Content, model_input
+
+from fluxjax.base.types import ENVIRONMENT, Group, PreparedPrompt, Prompt, Response, Reward, Sample, TrainBatch
+from fluxjax.batch.composition import Microbatch
+from models.inputs import ModelInput, PackedTokens, VisionInput, blank, concatenate, cut
+
+MERGE = MODEL.vision.merge_unit if MODEL.vision is not None else 1
+Episode = tuple[Group, Sample, ModelInput, int]  # group, sample, the whole conversation, tokens of its prompt
+
+
+def random_content(rng: np.random.Generator, most_media: int) -> Content:
+    content: Content = [int(rng.integers(1, 12))]
+    for grid in rng.integers(0, len(MEDIA), rng.integers(0, most_media + 1)):
+        content += [MEDIA[grid], int(rng.integers(1, 5))]
+    return content
+
+
+def random_episodes(seed: int) -> tuple[list[Group], dict[int, PreparedPrompt], list[Episode]]:
+    """Groups of two to four episodes of one to three turns. Returns the groups, their prompts, and all episodes."""
+    rng = np.random.default_rng(seed)
+    groups, prepared, episodes = [], {}, []
+    for number in range(int(rng.integers(2, 5))):
+        draw = 50 + 2 * number
+        prompt, content = Prompt(f"prompt-{draw}", "test", "?", "!", draw=draw), random_content(rng, 2)
+        inputs = model_input(content, rng)
+        samples, responses, wholes = [], {}, []
+        for sample in range(int(rng.integers(2, 5))):
+            conversation, versions = [*content], list[int]()
+            for turn in range(int(rng.integers(1, 4))):
+                observed = random_content(rng, 2) if turn else []
+                said = int(rng.integers(1, 7))
+                conversation += [*observed, said]
+                tokens = sum(n if isinstance(n, int) else 2 + n[0] * n[1] * n[2] // MERGE for n in observed)
+                versions += [ENVIRONMENT] * tokens + [int(rng.integers(0, 9))] * said
+            whole = _with_prompt(model_input(conversation, rng), inputs)
+            response = _response(whole, len(inputs), draw, sample, versions, rng)
+            samples.append(Sample(response, Reward(0.0, False), float(np.float32(rng.normal()))))
+            part = part_of(whole, inputs)
+            if part.vision is not None:
+                responses[sample] = part
+            wholes.append(whole)
+        group = Group(prompt, tuple(samples))
+        groups.append(group)
+        prepared[draw] = PreparedPrompt(prompt, inputs, responses)
+        episodes += [(group, sample, whole, len(inputs)) for sample, whole in zip(samples, wholes, strict=True)]
+    return groups, prepared, episodes
+
+
+def _with_prompt(whole: ModelInput, prompt: ModelInput) -> ModelInput:
+    """The conversation with the tokens and pixels of `prompt`, which every episode of a group begins with."""
+    tokens = np.concatenate([prompt.token_ids_T, whole.token_ids_T[len(prompt) :]])
+    if prompt.vision is None or whole.vision is None:
+        return dataclasses.replace(whole, token_ids_T=tokens)
+    first = prompt.vision.patches_PX
+    patches = np.concatenate([first, whole.vision.patches_PX[len(first) :]])
+    return dataclasses.replace(whole, token_ids_T=tokens, vision=dataclasses.replace(whole.vision, patches_PX=patches))
+
+
+def _response(
+    whole: ModelInput, prompt: int, draw: int, sample: int, versions: list[int], rng: np.random.Generator
+) -> Response:
+    ids = whole.token_ids_T[prompt:].tolist()
+    logprobs = [0.0 if version == ENVIRONMENT else float(-rng.uniform(0.1, 5.0)) for version in versions]
+    return Response(f"{draw}/{sample}", draw, sample, tuple(ids), tuple(logprobs), tuple(versions), "stop")
+
+
+def part_of(whole: ModelInput, prompt: ModelInput) -> ModelInput:
+    """What follows the prompt, with features counted from its own first one."""
+    P = len(prompt)
+    before = 0 if prompt.vision is None else prompt.vision.num_patches
+    index = whole.feature_index_T[P:]
+    vision: VisionInput | None = None
+    if (index >= 0).any():
+        assert whole.vision is not None
+        vision = cut(whole.vision, before, whole.vision.num_patches)
+        vision = concatenate([vision])  # numbers its frames and windows from 1
+        index = np.where(index >= 0, index - before // MERGE, -1)
+    return ModelInput(whole.token_ids_T[P:], whole.positions_3T[:, P:], index, whole.next_position, vision)
+
+
+def alone(episodes: list[Episode], heads: tuple[int, int], model, newest: int):
+    """Each episode in a batch of its own, built here without the composer: tally, gradients, and the log-probs of the
+    model's tokens by (draw, sample). All batches have one shape."""
+    one, total = learner(heads, 1, model), sum(sample.response.num_trained for _, sample, _, _ in episodes)
+    columns = -(-max(len(whole) for _, _, whole, _ in episodes) // 16) * 16
+    most = max((whole.vision.num_patches for _, _, whole, _ in episodes if whole.vision is not None), default=MERGE)
+    micros, masks = [], []
+    for _, sample, whole, prompt in episodes:
+        response = sample.response
+        trained = np.zeros(columns, bool)
+        trained[prompt : len(whole)] = np.array(response.versions) != ENVIRONMENT
+
+        def row(values, dtype: type = np.float32, fill=0, first=prompt):
+            values = np.asarray(values, dtype)
+            return np.pad(values, (first, columns - first - len(values)), constant_values=fill)[None]
+
+        parts = [] if whole.vision is None else [whole.vision]
+        used = sum(part.num_patches for part in parts)
+        assert MODEL.vision is not None
+        vision = concatenate([*parts, blank(most - used, MODEL.vision.patch_values)])
+        positions = np.pad(whole.positions_3T, ((0, 0), (0, columns - len(whole))))[:, None]
+        inputs = PackedTokens(
+            row(whole.token_ids_T, np.int32, first=0),
+            row(np.ones(len(whole)), np.int32, first=0),
+            np.zeros((1, columns), np.int32),
+            positions.astype(np.int32),
+            np.maximum(np.arange(columns, dtype=np.int32) - 1, 0)[None],
+            row(whole.feature_index_T, np.int32, -1, first=0),
+            dataclasses.replace(vision, frame_bound=64),
+        )
+        inputs = inputs.with_runs() if model.text.delta is not None else inputs
+        said = trained[prompt : len(whole)]
+        batch = TrainBatch(
+            inputs,
+            row(np.where(said, 1 / total, 0.0)),
+            row([sample.advantage] * len(said)),
+            row(response.logprobs),
+            row(np.zeros(len(said))),
+            row(np.zeros(len(said))),
+            row(np.where(said, newest - np.array(response.versions), -1), np.int32, -1),
+        )
+        micros.append(Microbatch(batch))
+        masks.append((response.draw, response.sample, trained))
+    grads, tally = one.accumulate(micros)
+    scores = one.gradients.scores(one.params, micros)
+    found = {
+        (draw, sample): np.asarray(score[0])[0, mask]
+        for (draw, sample, mask), score in zip(masks, scores, strict=True)
+        if score is not None
+    }
+    return tally, jax.tree.map(np.asarray, grads), found
+
+
+def kinds(episodes: list[Episode]) -> set[str]:
+    """What these episodes have: several turns, images and videos in observations."""
+    found = set()
+    for _, sample, whole, prompt in episodes:
+        ids = whole.token_ids_T[prompt:]
+        found |= {"turns"} if ENVIRONMENT in sample.response.versions else set()
+        found |= {name for name, id in (("image", IMAGE), ("video", VIDEO)) if (ids == id).any()}
+    return found
+
+
+assert IMAGE >= TEXT_VOCABULARY  # random text shows no media
