@@ -103,6 +103,10 @@ def _more(dice: random.Random, config: SimulateConfig) -> None:
     if isinstance(policy, TailBatchingConfig):
         early = config.stream_trainer or config.speculative_sync
         policy.max_staleness = 0 if early else dice.choice((0, 1, 2, 5))
+    if dice.random() < 0.4:
+        sim, faults = config.simulation, config.simulation.faults
+        sim.turns, sim.observation_tokens = dice.randint(2, 20), dice.choice((1, 5, 100))
+        sim.environment_seconds, faults.environment_fails = dice.choice((0.0, 2.0, 60.0)), dice.choice((0.0, 0.01))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ SavedState = Mapping[str, Any]  # a `State` as JSON gives it back
 class Prompt:
     """A question without pixels and tokens. `text` has one `<image>` or `<video>` mark for each media item, in order.
     `id` is unique within its source. `draw` is the prompt's number in the order of this run. `row` is the record's
-    number in its source."""
+    number in its source. `environment` names what answers each turn of a response (empty: a response is one turn)."""
 
     id: str
     source: str
@@ -50,6 +50,7 @@ class Prompt:
     epoch: int = 0
     row: int = 0
     tokens: int = 0  # tokens of the prepared prompt, 0 if unknown
+    environment: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

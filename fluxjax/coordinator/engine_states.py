@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from ..base.types import Group, SavedState, State
 from ..config import ParallelismConfig
 from ..config.learning import MAX_DEGREE
-from .messages import Request
+from .messages import Request, Turn
 
 
 class EngineStates:
@@ -52,6 +52,14 @@ class EngineStates:
             self._open[request.rid] = request.engine, left
             self.load[request.engine] += sum(left.values())
             self.running[request.engine] += len(left)
+
+    def begin_turn(self, turn: Turn, tokens: float) -> None:
+        """Notes the start of a response's next turn; the response is predicted to have `tokens` tokens."""
+        request, _, sample = turn.response.rid.partition("/")
+        engine, left = self._open.setdefault(request, (turn.engine, {}))
+        left[int(sample)] = remaining = max(tokens - turn.response.num_tokens, 1.0)
+        self.load[engine] += remaining
+        self.running[engine] += 1
 
     def end_sample(self, request: str, sample: int) -> bool:
         """Notes the end of a request's sample. Returns True if the sample was still running."""
@@ -108,6 +116,9 @@ class Pace:
     def begin(self, request: Request, now: float) -> None:
         for sample, tokens in request.to_come().items():
             self._open[f"{request.rid}/{sample}"] = now, tokens
+
+    def begin_turn(self, turn: Turn, now: float) -> None:
+        self._open[turn.response.rid] = now, turn.response.num_tokens
 
     def end(self, rid: str, tokens: int, now: float) -> None:
         began, before = self._open.pop(rid, (now, tokens))

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..base.types import Group, Prompt, Response, Reward, Sample, SavedState, State, has_variance
-from .messages import ABORTED, Park, Request, response_id
+from .messages import ABORTED, STOPPED, Park, Request, Turn, response_id
 
 
 class CoordinatorError(RuntimeError):
@@ -47,7 +47,8 @@ class PromptStage(enum.Enum):
 @dataclasses.dataclass
 class Entry:
     """A prompt from its draw to its training or skip. `responses` and `rewards` make up the prompt's group, and `begun`
-    has the tokens of aborted responses. The keys of these dictionaries are samples."""
+    has the tokens of aborted responses. `acting` has the responses whose last turn waits for its environment, and
+    `observed` those that wait for their next turn. The keys of these dictionaries are samples."""
 
     prompt: Prompt
     stage: PromptStage = PromptStage.WAITING
@@ -61,6 +62,9 @@ class Entry:
     responses: dict[int, Response] = dataclasses.field(default_factory=dict)
     rewards: dict[int, Reward] = dataclasses.field(default_factory=dict)
     begun: dict[int, Response] = dataclasses.field(default_factory=dict)
+    acting: dict[int, Response] = dataclasses.field(default_factory=dict)
+    observed: dict[int, Response] = dataclasses.field(default_factory=dict)
+    heard: dict[int, int] = dataclasses.field(default_factory=dict)  # tokens with which a later turn began, by sample
     scored: Group | None = None  # the group, once it is scored
     varied: bool = False  # whether the scored group has differing rewards
 
@@ -78,6 +82,11 @@ class Entry:
         """Returns the generated part of each response, for `Request.begun`; empty if no response has begun."""
         kept = tuple(self.responses.get(i) or self.begun.get(i) for i in range(self.n))
         return kept if any(kept) else ()
+
+    def between_turns(self) -> dict[int, Response]:
+        """Returns the responses that no engine generates now, as aborted responses. If such a response goes on behind a
+        turn that ended, the turn ends again at once."""
+        return {sample: dataclasses.replace(r, finish=ABORTED) for sample, r in (self.acting | self.observed).items()}
 
     @property
     def longest(self) -> int:
@@ -106,6 +115,8 @@ class Ledger:
         self.entries: dict[int, Entry] = {}  # by draw: prompts neither trained nor skipped yet
         # ended responses without a `Score` instruction yet, by rid, in order of arrival
         self.unscored: dict[str, Response] = {}
+        self.unacted: dict[str, Response] = {}  # responses with an ended turn and no `Act` instruction yet, by rid
+        self.unturned: dict[str, Response] = {}  # responses with an observation and no `Continue` instruction yet
         self.surplus: dict[str, None] = {}  # in order, rids that still run although their group is complete
         self.last_draw = -1
         self.drawn = 0  # prompts; always equals trained + skipped + live
@@ -162,8 +173,9 @@ class Ledger:
         for prompt, reason in skipped:
             self.skipped.append(Skipped(prompt.draw, prompt.id, prompt.source, reason))
 
-    def finish(self, response: Response, newest_version: int) -> None:
-        """Enters a response that has ended. Raises `CoordinatorError` for a token of an unpublished version."""
+    def finish(self, response: Response, newest_version: int) -> bool:
+        """Enters a response that has ended, or whose turn has ended. Returns False if the end of this turn was entered
+        before. Raises `CoordinatorError` for a token of an unpublished version."""
         _, newest = response.version_span
         if newest > newest_version:
             raise CoordinatorError(
@@ -172,18 +184,23 @@ class Ledger:
             )
         entry = self._current(response.rid, "response")
         if entry is None:
-            return
+            return True
         sample = response.sample
         if response.rid != response_id(response.draw, entry.attempt, sample):
             raise CoordinatorError(
                 f"response {response.rid} says that it is sample {sample} of draw {response.draw}, which its id "
                 "contradicts"
             )
+        if sample in entry.acting or sample in entry.observed or response.num_tokens < entry.heard.get(sample, 0):
+            self.ignored["repeated turn"] += 1
+            return False
         if sample in entry.responses or (entry.stage is PromptStage.STOPPING and sample in entry.begun):
             self.ignored["repeated response"] += 1
         elif entry.stage not in (PromptStage.RUNNING, PromptStage.STOPPING):
             self.surplus.pop(response.rid, None)
             self.ignored["surplus response"] += 1
+        elif entry.prompt.environment and response.finish == STOPPED:
+            self._turn_ended(entry, response)
         elif response.finish != ABORTED:
             self._accept(entry, response)
         elif entry.stage is PromptStage.STOPPING:
@@ -191,6 +208,39 @@ class Ledger:
             self._stopped(entry)
         else:
             self._lose(entry, "a response was aborted")
+        return True
+
+    def observe(self, response: Response, done: bool) -> Entry | None:
+        """Enters an observation behind the last turn of a response. Returns the entry if the response is complete now,
+        else None. Raises `CoordinatorError` for a response that does not begin with the earlier turns."""
+        entry = self._current(response.rid, "observation")
+        if entry is None:
+            return None
+        before = entry.acting.get(response.sample)
+        if entry.stage is not PromptStage.RUNNING or before is None or before.rid in self.unacted:
+            self.ignored["late observation"] += 1
+            return None
+        count = before.num_tokens
+        if response.token_ids[:count] != before.token_ids or response.versions[:count] != before.versions:
+            raise CoordinatorError(f"the observation of response {response.rid} follows other tokens than its turns")
+        del entry.acting[response.sample]
+        if done:
+            self._accept(entry, response)
+            return entry
+        entry.observed[response.sample] = self.unturned[response.rid] = response
+        return None
+
+    def environment_fails(self, rid: str, reason: str) -> bool:
+        """Enters that the environment of a response failed. Returns whether this loses the prompt's attempt."""
+        entry = self._current(rid, "failure of an environment")
+        _, _, sample = _parse(rid)
+        if entry is None:
+            return False
+        if entry.stage is not PromptStage.RUNNING or sample not in entry.acting:
+            self.ignored["late failure of an environment"] += 1
+            return False
+        self._lose(entry, reason)
+        return True
 
     def reward(self, rid: str, reward: Reward) -> Entry | None:
         """Enters the reward of a response. Returns the entry if its group is completely scored now, else None."""
@@ -246,7 +296,7 @@ class Ledger:
                 f"request {request.rid} must continue the responses that its prompt has begun, but continues others"
             )
         entry.n, entry.need, entry.attempt, entry.engine = request.n, need, request.attempt, request.engine
-        entry.begun = {}
+        entry.begun, entry.heard = {}, {}
         self._move(entry, PromptStage.RUNNING)
 
     def park(self, order: Park) -> None:
@@ -259,9 +309,27 @@ class Ledger:
             )
         if order.keep:
             self._move(entry, PromptStage.STOPPING)
+            entry.begun |= entry.between_turns()
+            self._end_turns(entry)
+            self._stopped(entry)
         else:
             self._forget(entry)
             self._move(entry, PromptStage.DEFERRED)
+
+    def act(self, response: Response) -> None:
+        if self.unacted.pop(response.rid, None) is None:
+            raise CoordinatorError(f"response {response.rid} has no turn that its environment has not heard")
+
+    def next_turn(self, turn: Turn) -> None:
+        """Enters that a response goes on behind its observation."""
+        entry, response = self._at(turn.prompt, PromptStage.RUNNING), turn.response
+        if self.unturned.pop(response.rid, None) != response or turn.engine != entry.engine:
+            raise CoordinatorError(
+                f"response {response.rid} can't go on on engine {turn.engine}: it has no new observation, or its "
+                "earlier turns are elsewhere"
+            )
+        del entry.observed[response.sample]
+        entry.heard[response.sample] = response.num_tokens
 
     def score(self, response: Response) -> None:
         if self.unscored.pop(response.rid, None) is None:
@@ -315,6 +383,19 @@ class Ledger:
             return None
         return entry
 
+    def _turn_ended(self, entry: Entry, response: Response) -> None:
+        if entry.stage is PromptStage.STOPPING:
+            entry.begun[response.sample] = dataclasses.replace(response, finish=ABORTED)
+            self._stopped(entry)
+        else:
+            entry.acting[response.sample] = self.unacted[response.rid] = response
+
+    def _end_turns(self, entry: Entry) -> None:
+        for response in (entry.acting | entry.observed).values():
+            self.unacted.pop(response.rid, None)
+            self.unturned.pop(response.rid, None)
+        entry.acting, entry.observed = {}, {}
+
     def _accept(self, entry: Entry, response: Response) -> None:
         self.accepted += 1
         entry.responses[response.sample] = response
@@ -324,6 +405,7 @@ class Ledger:
                 ids = [response_id(entry.prompt.draw, entry.attempt, i) for i in range(entry.n)]
                 self.surplus |= dict.fromkeys(rid for i, rid in enumerate(ids) if i not in entry.responses)
             entry.begun = {}
+            self._end_turns(entry)
             self._move(entry, PromptStage.COMPLETE)
         else:
             self._stopped(entry)
@@ -348,6 +430,7 @@ class Ledger:
         for response in entry.responses.values():
             self.unscored.pop(response.rid, None)
             self._scoring.discard(response.rid)
+        self._end_turns(entry)
         entry.responses, entry.rewards, entry.begun, entry.scored = {}, {}, {}, None
 
     def _move(self, entry: Entry, stage: PromptStage) -> None:
@@ -363,7 +446,8 @@ class Ledger:
 
     def state_dict(self) -> State:
         """Returns the books as JSON. A prompt that lacks responses is saved as deferred, with the responses that have
-        arrived. A group that is trained on is saved as scored: the resumed run computes its gradients again."""
+        arrived, and those between two turns. A group that is trained on is saved as scored: the resumed run
+        computes its gradients again."""
         dropped = [[source, value, count] for (source, value), count in self.dropped.items()]
         return {name: getattr(self, name) for name in _COUNTS} | {
             "dropped": {"groups": dropped, "in_a_row": self.dropped_in_a_row},
@@ -408,13 +492,14 @@ _OF_ENTRY = ("n", "need", "attempt", "failures", "failure", "born")
 def _entry_to_json(entry: Entry) -> State:
     stage = PromptStage.SCORED if entry.stage is PromptStage.TRAINING else entry.stage
     finished = stage in (PromptStage.COMPLETE, PromptStage.SCORED)
+    begun = entry.begun | entry.between_turns()
     return {
         **{name: getattr(entry.prompt, name) for name in _OF_PROMPT},
         **{name: getattr(entry, name) for name in _OF_ENTRY},
         "stage": (stage if finished else PromptStage.DEFERRED).value,
         "responses": [entry.responses[sample].to_json() for sample in sorted(entry.responses)],
         "rewards": {str(sample): dataclasses.asdict(reward) for sample, reward in sorted(entry.rewards.items())},
-        "begun": [entry.begun[sample].to_json() for sample in sorted(entry.begun)],
+        "begun": [begun[sample].to_json() for sample in sorted(begun)],
     }
 
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, TypeVar, runtime_checkable
 
-from ..base.types import Group, Prompt, SavedState, State
+from ..base.types import Group, Prompt, Response, SavedState, State
 from ..config.schedules import RunSchedule
 from . import messages
 from .engine_states import EngineStates, Pace, ParallelismPlanner
@@ -117,6 +117,11 @@ class Coordinator:
             for schedule in self.schedules.values():
                 schedule.observe_group(group)
 
+    def next_turn(self, response: Response) -> messages.Turn:
+        """Returns the next turn of a response whose environment has answered, on the engine of its earlier turns."""
+        entry = self.ledger.entries[response.draw]
+        return messages.Turn(entry.prompt, response, entry.engine)
+
     @property
     def evaluated_step(self) -> int:
         """The step after which the last evaluation took place; -1: none yet."""
@@ -210,12 +215,26 @@ class Coordinator:
     def _response_finished(self, event: messages.ResponseFinished) -> None:
         response = event.response
         entry = self.ledger.entries.get(response.draw)
-        self.ledger.finish(response, max(self.version, self.fleet.newest))
+        if not self.ledger.finish(response, max(self.version, self.fleet.newest)):
+            return
         self.pace.end(response.rid, response.num_tokens, self.now)
         request, _, sample = response.rid.partition("/")
-        if self.fleet.end_sample(request, int(sample)) and entry is not None:
+        if self.fleet.end_sample(request, int(sample)) and entry is not None and int(sample) not in entry.acting:
             finished = response.finish != messages.ABORTED
             self.lengths.observe(entry.prompt, response.num_tokens, finished, response.sample)
+
+    @_hear.of(messages.Observed)
+    def _observed(self, event: messages.Observed) -> None:
+        response = event.response
+        if (entry := self.ledger.observe(response, event.done)) is not None:
+            self.lengths.observe(entry.prompt, response.num_tokens, True, response.sample)
+
+    @_hear.of(messages.EnvironmentFailed)
+    def _environment_failed(self, event: messages.EnvironmentFailed) -> None:
+        if self.ledger.environment_fails(event.rid, event.reason):
+            request, _, _ = event.rid.partition("/")
+            self.fleet.end(request)
+            self.pace.lose(request)
 
     @_hear.of(messages.RewardReady)
     def _reward_ready(self, event: messages.RewardReady) -> None:
@@ -306,6 +325,17 @@ class Coordinator:
             self.ledger.generate(request, self.fleet.served[request.engine])
             self.fleet.begin(request, self.lengths.predict(request.prompt))
             self.pace.begin(request, self.now)
+
+    @_say.of(messages.Act)
+    def _act(self, order: messages.Act) -> None:
+        self.ledger.act(order.response)
+
+    @_say.of(messages.Continue)
+    def _continue(self, order: messages.Continue) -> None:
+        for turn in order.turns:
+            self.ledger.next_turn(turn)
+            self.fleet.begin_turn(turn, self.lengths.predict(turn.prompt, running=turn.response.num_tokens))
+            self.pace.begin_turn(turn, self.now)
 
     @_say.of(messages.Park)
     def _park(self, order: messages.Park) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from ..base.types import Group, Prompt, Response, Reward
 
 ABORTED = "abort"  # the value of `rollout.engine.FinishReason.ABORT`
+STOPPED = "stop"  # the value of `rollout.engine.FinishReason.STOP`
 
 
 def request_id(draw: int, attempt: int) -> str:
@@ -59,10 +60,25 @@ class PromptsDrawn(Event):
 
 
 class ResponseFinished(Event):
-    """One sample of a prompt ended (stop, length, or abort). The response includes tokens that the request began
-    with."""
+    """One sample of a prompt ended (stop, length, or abort), or one of its turns (stop) if the prompt has an
+    environment. The response includes tokens that the request began with."""
 
     response: Response
+
+
+class Observed(Event):
+    """The environment has answered the turn of an `Act`: the response has the observation behind that turn. With
+    `done`, the episode has ended, and the response is the entire sample."""
+
+    response: Response
+    done: bool
+
+
+class EnvironmentFailed(Event):
+    """The environment of a response hangs, died, or answers what can't be used. Its prompt must be generated again."""
+
+    rid: str
+    reason: str
 
 
 class RewardReady(Event):
@@ -172,8 +188,31 @@ class Generate(Instruction):
     requests: tuple[Request, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """The next turn of a response, which ends with an observation, on the engine of the earlier turns. That engine may
+    still have their keys and values."""
+
+    prompt: Prompt
+    response: Response
+    engine: int
+
+
+class Continue(Instruction):
+    """Submit the next turns of these responses to their engines, in this order."""
+
+    turns: tuple[Turn, ...]
+
+
+class Act(Instruction):
+    """Hand the last turn of this response to its environment."""
+
+    response: Response
+
+
 class Abort(Instruction):
-    """End a request (all its responses) or one response; the id of an ended request or response is ignored."""
+    """End a request (all its responses) or one response, and their environments; the id of an ended request or response
+    is ignored."""
 
     rid: str
 
@@ -339,6 +378,8 @@ def _told(value: Any) -> str:
             return str(value.prompt.draw)
         case Request():
             return f"{value.rid} on engine {value.engine}"
+        case Turn():
+            return f"{value.response.rid} on engine {value.engine}"
         case Response():
             return f"{value.rid} ({value.num_tokens} tokens, {value.finish})"
         case Reward():

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.types import Group, PreparedPrompt, Response, Reward, Sample, SavedState, State
+from ..base.types import ENVIRONMENT, Group, PreparedPrompt, Response, Reward, Sample, SavedState, State
 from ..config import ReplayConfig
 
 GROUPS = 256  # groups in the buffer, at most; the oldest groups are removed first
@@ -55,7 +55,7 @@ class ReplayBuffer:
         """Keeps groups that were trained on. `version` is the version of the present weights. Groups without tokens,
         and groups whose advantages are all 0, are not kept. If there is no room, the oldest groups are removed."""
         for group in groups:
-            versions = [v for sample in group.samples for v in sample.response.versions]
+            versions = [sample.response.version_span[0] for sample in group.samples if sample.response.num_trained]
             if versions and any(sample.advantage != 0.0 for sample in group.samples):
                 draw = group.prompt.draw
                 self._kept[draw] = _KeptGroup(group, prepared[draw], min(versions))
@@ -79,7 +79,8 @@ class ReplayBuffer:
             (("replay/age", "replay/age_max"), replayed),
             (("staleness/lag_mean", "staleness/lag_max"), taught),
         ):
-            lags = version - np.array([v for g in groups for s in g.samples for v in s.response.versions], np.int64)
+            versions = np.array([v for g in groups for s in g.samples for v in s.response.versions], np.int64)
+            lags = version - versions[versions != ENVIRONMENT]
             if len(lags):
                 metrics |= dict(zip(names, (float(lags.mean()), float(lags.max())), strict=True))
         return metrics

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from ..base.import_path import as_if_missing
 from ..base.statuses import HostStatus, slowest
 from ..base.timeline import Span, activity, compilations, working_time
-from ..base.types import Group
+from ..base.types import ENVIRONMENT, Group
 from ..config import ReportConfig
 from ..config.run_folder import replace_text
 
@@ -68,7 +68,7 @@ def dump_samples(
                 "parts": {name: round(value, 4) for name, value in sample.reward.parts.items()},
                 "advantage": round(sample.advantage, 4),
                 "logprob": round(sum(sample.response.logprobs), 4),
-                "versions": sorted(set(sample.response.versions)),
+                "versions": sorted(set(sample.response.versions) - {ENVIRONMENT}),
             }
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 

@@ -216,6 +216,14 @@ class Runtime:
         if open_samples:
             raise EngineError(f"request {request.rid}: the stream ended before samples {sorted(open_samples)} did")
 
+    @_carry_out.of(messages.Continue)
+    async def _continue(self, order: messages.Continue) -> None:
+        raise CoordinatorError("no environment")
+
+    @_carry_out.of(messages.Act)
+    async def _act(self, order: messages.Act) -> None:
+        raise CoordinatorError("no environment")
+
     @_carry_out.of(messages.Abort, messages.Park)
     async def _abort(self, order: messages.Abort | messages.Park) -> None:
         rid = order.rid if isinstance(order, messages.Abort) else order.request

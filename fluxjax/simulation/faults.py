@@ -57,6 +57,7 @@ class FaultRates(Section):
     delay: float = not_negative(30.0)  # seconds until a late reply, and until the second copy of a doubled reply
     slow_sync: float = within(0.0, "[0, 1]")  # probability that an engine takes long to load new weights
     sync_delay: float = not_negative(30.0)  # additional seconds of a slow sync
+    environment_fails: float = within(0.0, "[0, 1]")  # probability that an environment does not answer a turn
     reward_hangs: float = within(0.0, "[0, 1]")  # probability that a reward never arrives: only a time-out ends it
 
     def validate(self, prefix: str = "") -> None:

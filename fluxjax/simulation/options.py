@@ -48,6 +48,9 @@ class SimulationConfig(Section):
     tasks: tuple[str, ...] = TASKS  # a subset of math, code, judge, which are equally probable for a prompt
     prompts: int = positive(10_240)  # prompts in the data set
     epochs: int = not_negative(0)  # times that the data set is drawn; 0: no bound
+    turns: int = positive(1)  # the most turns of a response, each answered by an environment; 1: no environment
+    environment_seconds: float = not_negative(5.0)  # mean seconds of an environment's answer
+    observation_tokens: int = positive(100)  # tokens of an environment's answer
     rewards: Rewards = Rewards.ASYNCHRONOUS  # synchronous: as verl; scheduled: as Flexes
     rules: int = positive(1)  # math rewards that are computed at once
     sandboxes: int = positive(512)  # code rewards that are computed at once

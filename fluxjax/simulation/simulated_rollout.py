@@ -6,14 +6,14 @@ response is noticed after `reply_limit` seconds.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
 from ..base.timeline import Span, Timeline
-from ..base.types import Response
+from ..base.types import ENVIRONMENT, Response
 from ..coordinator.ledger import ABORTED
-from ..coordinator.messages import EngineFailed, Event, Generate, PublishWeights, Request, ResponseFinished
+from ..coordinator.messages import EngineFailed, Event, Generate, PublishWeights, Request, ResponseFinished, Turn
 from .clock import Clock
 from .continuous_batch import SampleProgress
 from .faults import FaultPlan
@@ -85,7 +85,7 @@ class Rollout:
         if not self._open:
             self._busy_since = self.clock.now
         for request in order.requests:
-            rid, draw, engine = request.rid, request.prompt.draw, self.engines[request.engine]
+            rid, draw = request.rid, request.prompt.draw
             if request.begun:
                 samples = self.newest[draw].samples
             else:
@@ -94,11 +94,42 @@ class Rollout:
             self._open[rid] = self.newest[draw] = generation
             for sample, before in enumerate(request.begun or [None] * request.n):
                 if before is None or before.finish == ABORTED:
-                    versions = () if before is None else before.versions
-                    begun = tuple((version, len(list(run))) for version, run in groupby(versions))
-                    engine.submit(rid, sample, self.work.prompt_tokens(draw), samples.lengths[sample], begun)
-                    generation.left += 1
+                    self._submit(generation, sample, before)
             self.launched += generation.left
+
+    def _submit(self, generation: Generation, sample: int, before: Response | None) -> None:
+        """Starts a sample, or its next turn, on the engine of its request."""
+        request, versions = generation.request, () if before is None else before.versions
+        begun = tuple((version, len(list(run))) for version, run in groupby(versions))
+        generation.left += 1
+        if self._turn_ended(generation, sample, versions):  # a turn that was parked at its end ends again at once
+            progress = SampleProgress(request.rid, sample, len(versions), begun)
+            self.clock.after(0.0, partial(self._ended_again, generation, progress))
+            return
+        end = next(end for end in generation.samples.turn_ends[sample] if end > len(versions))
+        prompt = self.work.prompt_tokens(request.prompt.draw)
+        self.engines[request.engine].submit(request.rid, sample, prompt, end, begun)
+
+    @staticmethod
+    def _turn_ended(generation: Generation, sample: int, versions: Sequence[int]) -> bool:
+        """Says whether a turn ends with the last of these tokens."""
+        return len(versions) in generation.samples.turn_ends[sample] and versions[-1] != ENVIRONMENT
+
+    def _ended_again(self, generation: Generation, progress: SampleProgress) -> None:
+        if self._open.get(progress.rid) is generation:  # else the request was lost or parked meanwhile
+            self._close(generation, 1)
+            self.post(ResponseFinished(self._response(generation, progress)))
+
+    def continue_turn(self, turn: Turn) -> None:
+        """Begins the next turn of a response on the engine of its request."""
+        generation, rid = self.newest[turn.prompt.draw], turn.response.rid.partition("/")[0]
+        if not self._open:
+            self._busy_since = self.clock.now
+        if rid not in self._open:
+            generation.began = self.clock.now
+        self._open[rid] = generation
+        self._submit(generation, turn.response.sample, turn.response)
+        self.launched += 1
 
     def _ended(self, progress: SampleProgress) -> None:
         opened = self._open[progress.rid]
@@ -119,8 +150,9 @@ class Rollout:
         """A response with its last token has ended, even if it is aborted at that moment."""
         rid, sample, tokens, segments = progress
         finish = "length" if tokens >= self.work.max_new_tokens else "stop"
-        finish = finish if tokens >= opened.samples.lengths[sample] else ABORTED
-        return response(f"{rid}/{sample}", opened.request.prompt.draw, sample, segments, finish)
+        found = response(f"{rid}/{sample}", opened.request.prompt.draw, sample, segments, finish)
+        ended = self._turn_ended(opened, sample, found.versions)
+        return found if ended else dataclasses.replace(found, finish=ABORTED)
 
     def _close(self, opened: Generation, samples: int) -> None:
         opened.left -= samples

@@ -15,10 +15,11 @@ from functools import partial
 from typing import Final
 
 from ..base.timeline import Span, Timeline
-from ..base.types import Group
+from ..base.types import ENVIRONMENT, Group
 from ..coordinator import Coordinator, messages
 from ..coordinator.messages import Handlers
 from .clock import Clock
+from .environment_stage import Environments, environment_of
 from .faults import FaultPlan
 from .options import SimulateConfig
 from .reward_stage import Scoring
@@ -63,6 +64,7 @@ class Cluster:
         self.faults = FaultPlan(settings.faults, config.seed)
         self.rollout = Rollout(self.clock, settings, self.work, self.faults, self.post, self.timeline)
         self.scoring = Scoring(self.clock, settings, self.faults, self.post, self.timeline)
+        self.environments = Environments(self.clock, settings, config.seed, self.post)
         self.records: list[StepRecord] = []
         self.events = 0
         self.train_gpu_seconds = 0.0
@@ -120,12 +122,22 @@ class Cluster:
         last = settings.epochs * settings.prompts or sys.maxsize
         draws = range(self._drawn, min(self._drawn + order.count, last))
         self._drawn = draws.stop
-        self.post(messages.PromptsDrawn(tuple(self.work.prompt(draw) for draw in draws)))
+        prompts = (environment_of(self.work.prompt(draw), settings) for draw in draws)
+        self.post(messages.PromptsDrawn(tuple(prompts)))
 
     @_carry_out.of(messages.Generate)
     def _generate(self, order: messages.Generate) -> None:
         self._round = getattr(self.coordinator.policy, "round", "")
         self.rollout.generate(order, self.coordinator.step + 1)
+
+    @_carry_out.of(messages.Continue)
+    def _continue(self, order: messages.Continue) -> None:
+        for turn in order.turns:
+            self.rollout.continue_turn(turn)
+
+    @_carry_out.of(messages.Act)
+    def _act(self, order: messages.Act) -> None:
+        self.environments.act(order.response, self.rollout.newest[order.response.draw].samples)
 
     @_carry_out.of(messages.Park)
     def _park(self, order: messages.Park) -> None:
@@ -268,12 +280,13 @@ class Cluster:
 def _lags(groups: Iterable[Group], version: int) -> Counter[int]:
     counts: Counter[int] = Counter()
     for sample in (sample for group in groups for sample in group.samples):
-        versions = sample.response.versions
-        if versions and versions[0] == versions[-1]:  # versions only grow within a response
-            counts[version - versions[0]] += len(versions)
+        versions, trained = sample.response.versions, sample.response.num_trained
+        if trained and versions[0] == versions[-1]:  # versions only grow within a response
+            counts[version - versions[0]] += trained
         else:
             for token_version, count in Counter(versions).items():
-                counts[version - token_version] += count
+                if token_version != ENVIRONMENT:
+                    counts[version - token_version] += count
     return counts
 
 

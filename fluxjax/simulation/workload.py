@@ -11,6 +11,7 @@ All values are functions of seed, draw, attempt and sample; the versions of the 
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -26,17 +27,19 @@ _SOURCE, _TEXT = 0.1, 0.35  # shares of the variance of a prompt's effect: from 
 _OFFSETS: dict[str, float] = dict(zip(TASKS, (0.0, 1.22, -1.22), strict=True))  # mean 0, variance 1
 _CHARACTERS = 4  # characters of a token's text
 _HANGS = 1.645  # 5 % of normal numbers are larger: sandboxes that hit the limit (Flexes, figure 7a)
-_PROMPTS, _ORDER, _SAMPLES = range(3)
+_PROMPTS, _ORDER, _SAMPLES, _TURNS = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """The samples of one attempt at a prompt: their numbers of tokens, whether they are right, and the seconds for
-    which a sandbox would run (0 for tasks without a sandbox)."""
+    """The samples of one attempt at a prompt: their numbers of tokens, whether they are right, the seconds for which a
+    sandbox would run (0 for tasks without a sandbox), and the number of tokens at the end of each turn. All but the
+    first turn begin with an observation."""
 
     lengths: list[int]
     correct: list[bool]
     sandbox: list[float]
+    turn_ends: list[tuple[int, ...]]
 
     def reward(self, sample: int, limit: float = SANDBOX_LIMIT) -> Reward:
         """Returns a sample's reward: 1 for a right sample, 0 for a wrong one or if its sandbox runs `limit` seconds."""
@@ -52,6 +55,12 @@ def _shared(value: float, count: int) -> tuple[Any, ...]:
 
 def _repeated(value: float, count: int) -> tuple[Any, ...]:
     return _shared(value, count) if count <= 2048 else (value,) * count
+
+
+def longer(before: Response, version: int, tokens: int) -> Response:
+    """Returns the response with more tokens of one version."""
+    segments = (*((run, len(list(of))) for run, of in itertools.groupby(before.versions)), (version, tokens))
+    return response(before.rid, before.draw, before.sample, segments, before.finish)
 
 
 def response(rid: str, draw: int, sample: int, segments: Segments, finish: str = "stop") -> Response:
@@ -71,6 +80,7 @@ class Workload:
     def __init__(self, seed: int, settings: SimulationConfig, max_new_tokens: int) -> None:
         tasks, size, spread, shared = settings.tasks, settings.prompts, settings.spread, settings.shared
         self.seed, self.size, self.max_new_tokens, self.tasks = seed, size, max_new_tokens, tasks
+        self._turns, self._observation = settings.turns, settings.observation_tokens
         self._own = spread * math.sqrt(1 - shared)
         shares = np.full(len(tasks), 1 / len(tasks))
         random = generator(seed, _PROMPTS)
@@ -118,8 +128,18 @@ class Workload:
         if self.tasks[self._source[index]] == "code":
             sandbox = np.where(hang > _HANGS, 2 * SANDBOX_LIMIT, np.minimum(np.exp(0.5 * pace), SANDBOX_LIMIT / 2))
             correct &= hang <= _HANGS
-        capped = np.clip(lengths, 1, self.max_new_tokens).astype(int)
-        return Samples(capped.tolist(), correct.tolist(), sandbox.tolist())
+        capped = np.clip(lengths, 1, self.max_new_tokens).astype(int).tolist()
+        turns = generator(self.seed, _TURNS, draw, attempt).integers(1, self._turns + 1, count).tolist()
+        ends = [_turn_ends(total, turns, self._observation) for total, turns in zip(capped, turns, strict=True)]
+        return Samples(capped, correct.tolist(), sandbox.tolist(), ends)
+
+
+def _turn_ends(total: int, turns: int, observation: int) -> tuple[int, ...]:
+    """Returns the number of tokens at the end of each turn, for `turns` turns of about equal length, or as many as have
+    a token each beside the observations."""
+    turns = min(turns, (total + observation) // (observation + 1))
+    said = total - (turns - 1) * observation
+    return tuple(said * (turn + 1) // turns + turn * observation for turn in range(turns))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
-from fluxjax.base.types import Group
+from fluxjax.base.types import ENVIRONMENT, Group
 from fluxjax.config import Config
 from fluxjax.coordinator.factory import make_schedules
 from fluxjax.coordinator.ledger import PromptStage
@@ -12,6 +12,8 @@ from fluxjax.coordinator.machine import Coordinator, Settings
 from fluxjax.coordinator.messages import (
     Abort,
     Accumulate,
+    Act,
+    Continue,
     DrawPrompts,
     Evaluate,
     Event,
@@ -25,6 +27,7 @@ from fluxjax.coordinator.messages import (
     Skip,
     Train,
     Trained,
+    Turn,
 )
 from fluxjax.coordinator.policies.rounds import NO_VARIANCE
 
@@ -147,6 +150,10 @@ class Promises:
                 self.expect(response.rid in books.unscored, f"{response.rid} is scored out of turn")
             case Abort(rid):
                 self._aborts(rid)
+            case Act(response):
+                self.expect(response.rid in books.unacted, f"the environment of {response.rid} hears a turn twice")
+            case Continue(turns):
+                self._continues(turns)
             case Generate(requests):
                 self._generates(requests)
             case Skip():
@@ -166,7 +173,12 @@ class Promises:
 
     def waits(self) -> None:
         books = self.books
-        self.expect(bool(books.awaiting or books.running or books.scoring), "it waits, and nothing will ever come")
+        acting = any(seen.acting for seen in books.prompts.values())
+        under_way = books.awaiting or books.running or books.scoring or acting
+        self.expect(bool(under_way), "it waits, and nothing will ever come")
+        self.expect(not books.unacted, f"no environment was told of turns that ended: {sorted(books.unacted)}")
+        observed = [seen.draw for seen in books.prompts.values() if seen.observed]
+        self.expect(not observed, f"responses do not go on behind their observations: draws {observed}")
         self.expect(not books.unscored, f"whole responses are not scored: {sorted(books.unscored)}")
         self.expect(not books.surplus, f"responses nobody needs go on: {sorted(books.surplus)}")
         self.expect(not books.count(PromptStage.LOST), "a lost prompt is neither generated again nor given up")
@@ -182,6 +194,15 @@ class Promises:
         seen = self.books.of(rid)
         lost = seen is not None and seen.stage is PromptStage.LOST and seen.request and seen.request.rid == rid
         self.expect(bool(lost) or rid in self.books.surplus, f"{rid} is aborted although it is needed")
+
+    def _continues(self, turns: Sequence[Turn]) -> None:
+        """Checks that responses go on behind their newest observations, where their earlier turns were generated."""
+        for prompt, response, engine in [(turn.prompt, turn.response, turn.engine) for turn in turns]:
+            seen = self.books.prompts[prompt.draw]
+            right = seen.observed.get(response.sample) == response
+            self.expect(right, f"{response.rid} goes on with something else than it observed")
+            right = seen.request is not None and seen.request.engine == engine and engine not in self.books.lent
+            self.expect(right, f"{response.rid} goes on on engine {engine}, which is not that of its earlier turns")
 
     def _skips(self, order: Skip) -> None:
         """Checks that only prompts are skipped that failed too often or, with dynamic sampling, have equal rewards."""
@@ -216,7 +237,7 @@ class Promises:
             whole = len(set(samples)) == len(samples) == self.settings.group_size
             self.expect(whole, f"draw {group.prompt.draw} is trained on with samples {samples}")
             for response in (sample.response for sample in group.samples):
-                versions = response.versions
+                versions = [version for version in response.versions if version != ENVIRONMENT]
                 grow = bool(versions) and all(before <= after for before, after in pairwise(versions))
                 right = grow and oldest <= versions[0] <= versions[-1] <= self.books.version
                 self.expect(right, f"response {response.rid} of versions {sorted(set(versions))} is trained on")

@@ -28,6 +28,9 @@ class Seen:
     ended: dict[int, Response] = dataclasses.field(default_factory=dict)
     partial: dict[int, Response] = dataclasses.field(default_factory=dict)  # what aborted responses had
     rewards: dict[int, Reward] = dataclasses.field(default_factory=dict)
+    acting: dict[int, Response] = dataclasses.field(default_factory=dict)  # an ended turn that nobody answered yet
+    observed: dict[int, Response] = dataclasses.field(default_factory=dict)  # an answer that begins the next turn
+    turns: dict[int, int] = dataclasses.field(default_factory=dict)  # tokens that the present turn began with
 
     @property
     def draw(self) -> int:
@@ -60,6 +63,7 @@ class Books:
         self.running: dict[str, int] = {}
         self.unscored: set[str] = set()  # whole responses that nobody was told to score yet
         self.scoring: set[str] = set()
+        self.unacted: set[str] = set()  # ended turns that no environment was told of yet
         self.surplus: set[str] = set()  # of groups that are complete: to be aborted
         self.finished = False
 
@@ -136,6 +140,11 @@ class Books:
         self.running.pop(response.rid, None)
         if seen is None or seen.request is None or response.rid.partition("/")[0] != seen.request.rid:
             return
+        if response.num_tokens < seen.turns.get(response.sample, 0):
+            self.running |= {response.rid: seen.request.engine} if self._generates(seen, response.sample) else {}
+            return  # of an earlier turn
+        if response.sample in seen.acting or response.sample in seen.observed:
+            return
         if response.sample in seen.ended or seen.stage not in (PromptStage.RUNNING, PromptStage.STOPPING):
             self.surplus.discard(response.rid)
             return
@@ -146,14 +155,60 @@ class Books:
                 self._lose(seen)
                 return
             seen.partial[response.sample] = response
+        elif seen.prompt.environment and response.finish == "stop":
+            if seen.stage is PromptStage.RUNNING:
+                seen.acting[response.sample] = response
+                self.unacted.add(response.rid)
+                return
+            seen.partial[response.sample] = dataclasses.replace(response, finish=ABORTED)
         else:
-            seen.ended[response.sample] = response
-            self.unscored.add(response.rid)
+            self._ends(seen, response)
+        self._complete(seen)
+
+    def _ends(self, seen: Seen, response: Response) -> None:
+        seen.ended[response.sample] = response
+        self.unscored.add(response.rid)
+
+    @staticmethod
+    def _generates(seen: Seen, sample: int) -> bool:
+        """Says whether an engine generates a turn of this sample now."""
+        waits = sample in seen.acting or sample in seen.observed or sample in seen.ended
+        return seen.stage is PromptStage.RUNNING and not waits
+
+    @_hear.of(messages.Observed)
+    def _observed(self, event: messages.Observed) -> None:
+        response, seen = event.response, self.of(event.response.rid)
+        if seen is None or seen.stage is not PromptStage.RUNNING or response.sample not in seen.acting:
+            return
+        if seen.acting[response.sample].rid != response.rid:
+            return
+        del seen.acting[response.sample]
+        if event.done:
+            self._ends(seen, response)
+            self._complete(seen)
+        else:
+            seen.observed[response.sample] = response
+
+    @_hear.of(messages.EnvironmentFailed)
+    def _environment_failed(self, event: messages.EnvironmentFailed) -> None:
+        seen, sample = self.of(event.rid), int(event.rid.partition("/")[2])
+        if (
+            seen
+            and seen.stage is PromptStage.RUNNING
+            and sample in seen.acting
+            and seen.acting[sample].rid == event.rid
+        ):
+            self._end(event.rid.partition("/")[0])
+            self._lose(seen)
+
+    def _complete(self, seen: Seen) -> None:
+        assert seen.request is not None
         need = seen.request.need or seen.request.n
         if len(seen.ended) == need:
             if seen.stage is PromptStage.RUNNING:
                 self.surplus |= {f"{seen.request.rid}/{i}" for i in range(seen.request.n) if i not in seen.ended}
             seen.partial = {}
+            self._end_turns(seen)
             seen.stage = PromptStage.SCORED if len(seen.rewards) == need else PromptStage.COMPLETE
         elif seen.stage is PromptStage.STOPPING and len(seen.ended) + len(seen.partial) == seen.request.n:
             seen.stage = PromptStage.DEFERRED
@@ -195,7 +250,7 @@ class Books:
             if not request.begun:
                 self._forget(seen)
                 seen.born = self.served[request.engine]
-            seen.partial = {}
+            seen.partial, seen.turns = {}, {}
             seen.request, seen.stage = request, PromptStage.RUNNING
             for sample in range(request.n):
                 before = request.begun[sample] if request.begun else None
@@ -207,10 +262,26 @@ class Books:
         seen = self.prompts[order.prompt.draw]
         if order.keep:
             seen.stage = PromptStage.STOPPING
+            kept = {k: dataclasses.replace(r, finish=ABORTED) for k, r in (seen.acting | seen.observed).items()}
+            seen.partial |= kept
+            self._end_turns(seen)
+            self._complete(seen)
         else:
             self._end(seen.request.rid if seen.request else "")
             self._forget(seen)
             seen.stage = PromptStage.DEFERRED
+
+    @_say.of(messages.Act)
+    def _act(self, order: messages.Act) -> None:
+        self.unacted.discard(order.response.rid)
+
+    @_say.of(messages.Continue)
+    def _continue(self, order: messages.Continue) -> None:
+        for turn in order.turns:
+            seen, response = self.prompts[turn.prompt.draw], turn.response
+            seen.observed.pop(response.sample, None)
+            seen.turns[response.sample] = response.num_tokens
+            self.running[response.rid] = turn.engine
 
     @_say.of(messages.Abort)
     def _abort(self, order: messages.Abort) -> None:
@@ -249,7 +320,12 @@ class Books:
         self.scoring -= rids
         if seen.request is not None:
             self.surplus -= {f"{seen.request.rid}/{i}" for i in range(seen.request.n)}
+        self._end_turns(seen)
         seen.ended, seen.partial, seen.rewards = {}, {}, {}
+
+    def _end_turns(self, seen: Seen) -> None:
+        self.unacted -= {response.rid for response in seen.acting.values()}
+        seen.acting, seen.observed = {}, {}
 
     def _end(self, request: str) -> None:
         """Notes that nothing of a request runs any more."""

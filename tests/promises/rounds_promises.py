@@ -43,6 +43,8 @@ class RoundPromises(Promises):
         self.stream = StreamTrainer() if config.stream_trainer else None
         self.looked = 0.0  # progress of the round when it was last asked whether engines can be lent
         self.lends = 0  # in this round
+        self.parks = False  # the last instruction parked a prompt
+        self.at_parks = 0.0  # progress before the first of these instructions
         self.dropped = 0  # groups of equal rewards, since the last step
 
     def goes_on(self) -> None:
@@ -67,6 +69,9 @@ class RoundPromises(Promises):
 
     def said(self, instruction: Instruction) -> None:
         books = self.books
+        if not self.parks:  # a parked prompt of which all samples wait for their environments is deferred at once
+            self.at_parks = self.progress
+        self.parks = isinstance(instruction, Park)
         fresh = isinstance(instruction, Generate) and not books.count(PromptStage.LOST)
         if fresh or isinstance(instruction, DrawPrompts):
             if not self.open:
@@ -165,8 +170,8 @@ class RoundPromises(Promises):
         engines, self.lends = len(self.books.served), self.lends + 1
         self.expect(self.lends == 1, "engines are lent twice in a round")
         self.expect(len(order.engines) == engines // 2, f"{len(order.engines)} of {engines} engines are lent")
-        late = self.stream.first <= self.progress <= self.stream.last
-        self.expect(late, f"engines are lent when {self.progress:.0%} of the responses have ended")
+        late = self.stream.first <= self.at_parks <= self.stream.last
+        self.expect(late, f"engines are lent when {self.at_parks:.0%} of the responses have ended")
 
     def _accumulates(self, order: Accumulate) -> None:
         books = self.books

@@ -224,8 +224,8 @@ _UNDER_WAY = (PromptStage.RUNNING, PromptStage.STOPPING, PromptStage.COMPLETE, P
 
 def versions_behind(group: Group, version: int) -> int:
     """Counts the versions between the trainer's weights and the oldest weights that generated a token of the group."""
-    oldest = min((v for sample in group.samples for v in sample.response.versions), default=version)
-    return version - oldest
+    responses = (sample.response for sample in group.samples)
+    return version - min((r.version_span[0] for r in responses if r.num_trained), default=version)
 
 
 def total_tokens(group: Group) -> int:

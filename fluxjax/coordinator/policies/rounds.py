@@ -43,6 +43,10 @@ class Base:
             return [messages.Score(response) for response in ledger.unscored.values()]
         if ledger.surplus:
             return [messages.Abort(rid) for rid in ledger.surplus]
+        if ledger.unacted:
+            return [messages.Act(response) for response in ledger.unacted.values()]
+        if ledger.unturned:
+            return [messages.Continue(tuple(map(coordinator.next_turn, ledger.unturned.values())))]
         if ledger.count(PromptStage.LOST):
             return self._again(coordinator, ledger.at(PromptStage.LOST)[0])
         # Groups without variance teach nothing (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2).
@@ -153,7 +157,7 @@ class Rounds(Base, abc.ABC):
         oldest = coordinator.version - self.max_staleness
         for sample in (sample for group in groups for sample in group.samples):
             response = sample.response
-            if response.num_tokens and response.version_span[0] < oldest:
+            if response.num_trained and response.version_span[0] < oldest:
                 raise CoordinatorError(
                     f"response {response.rid} has tokens of versions {sorted(set(response.versions))}, but training "
                     f"needs version {oldest} or newer"
