@@ -223,31 +223,36 @@ class Processor:
 
     def tokenise_chat(self, text: str, media: Sequence[tuple[str, Source]] = (), *, system: str = "") -> list[int]:
         """The ids of `text` as the user's message in the checkpoint's chat template, if any: see `tokenise`."""
-        config = json.loads(self.tokenizer_config)
         if not self.chat_template:
-            if isinstance(templates := config.get("chat_template"), list):
+            if isinstance(templates := json.loads(self.tokenizer_config).get("chat_template"), list):
                 names = ", ".join(str(entry["name"]) for entry in templates)
                 raise PromptError(f"of the chat templates {names} none is the default one", "no default chat template")
             if system:
                 message = "this checkpoint has no chat template, which a system message needs"
                 raise PromptError(message, "no chat template")
             return self.tokenise(text, media)
-        self._check_marks(text, media)
-        content: str | list[dict[str, str]] = text  # templates of text models accept strings only
-        if media:
-            content = []
-            for part in re.split(f"({MARK.pattern})", text):
-                if part in MARKS:
-                    content.append({"type": MARKS[part]})
-                elif part:
-                    content.append({"type": "text", "text": part})
-        special = named_tokens(config)
         messages: list[JsonObject] = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": content})
-        rendered = render(self.chat_template, messages, **special)
-        bos = special.get("bos_token")
+        return self.tokenise_messages([*messages, {"role": "user", "content": self.content(text, media)}])
+
+    def content(self, text: str, media: Sequence[tuple[str, Source]] = ()) -> str | list[dict[str, str]]:
+        """The content of a message, as chat templates read it. Raises PromptError if marks and media differ."""
+        self._check_marks(text, media)
+        if not media:
+            return text  # templates of text models accept strings only
+        parts = [part for part in re.split(f"({MARK.pattern})", text) if part]
+        return [{"type": MARKS[part]} if part in MARKS else {"type": "text", "text": part} for part in parts]
+
+    def tokenise_messages(self, messages: Sequence[JsonObject]) -> list[int]:
+        """The ids of a conversation up to the assistant's next answer, in the checkpoint's chat template. Raises
+        PromptError."""
+        rendered = self.render_messages(messages)
+        bos = named_tokens(json.loads(self.tokenizer_config)).get("bos_token")
         # As in transformers, `ends` is set for models with vision whose text does not begin with the bos token.
         return self.encode(rendered, ends=self.vision and not (bos and rendered.startswith(bos)))
+
+    def render_messages(self, messages: Sequence[JsonObject]) -> str:
+        """The text of a conversation up to the assistant's next answer. Raises PromptError."""
+        return render(self.chat_template, messages, **named_tokens(json.loads(self.tokenizer_config)))
 
     def _check_marks(self, text: str, media: Sequence[tuple[str, Source]]) -> None:
         if not self.vision and not media:
