@@ -1,4 +1,4 @@
-"""Turns prompts, images and videos into model inputs. Of the names of this package, only `Processor` imports JAX."""
+"""Turns prompts, images and videos into model inputs. Of the names of this package, only the processors import JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from sharding.door import door
 from .media_file import MediaError, PromptError
 
 if TYPE_CHECKING:
+    from .conversation import ObservationProcessor
     from .processor import Processor
 
-__all__ = ["MediaError", "Processor", "PromptError"]
-__getattr__ = door(__name__, processor=("Processor",))
+__all__ = ["MediaError", "ObservationProcessor", "Processor", "PromptError"]
+__getattr__ = door(__name__, processor=("Processor",), conversation=("ObservationProcessor",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import pathlib
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -81,6 +82,14 @@ class PromptOutline:
     def largest_frame(self) -> int:
         """The number of patches of the largest frame pair; 0 without media."""
         return max((rows * columns for _, rows, columns in self.grids), default=0)
+
+
+class SequenceLayout(NamedTuple):
+    """The fields of a `ModelInput` that its tokens and the sizes of its media determine."""
+
+    positions_3T: np.ndarray
+    feature_index_T: np.ndarray
+    next_position: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,31 +223,36 @@ class Processor:
 
     def tokenise_chat(self, text: str, media: Sequence[tuple[str, Source]] = (), *, system: str = "") -> list[int]:
         """The ids of `text` as the user's message in the checkpoint's chat template, if any: see `tokenise`."""
-        config = json.loads(self.tokenizer_config)
         if not self.chat_template:
-            if isinstance(templates := config.get("chat_template"), list):
+            if isinstance(templates := json.loads(self.tokenizer_config).get("chat_template"), list):
                 names = ", ".join(str(entry["name"]) for entry in templates)
                 raise PromptError(f"of the chat templates {names} none is the default one", "no default chat template")
             if system:
                 message = "this checkpoint has no chat template, which a system message needs"
                 raise PromptError(message, "no chat template")
             return self.tokenise(text, media)
-        self._check_marks(text, media)
-        content: str | list[dict[str, str]] = text  # templates of text models accept strings only
-        if media:
-            content = []
-            for part in re.split(f"({MARK.pattern})", text):
-                if part in MARKS:
-                    content.append({"type": MARKS[part]})
-                elif part:
-                    content.append({"type": "text", "text": part})
-        special = named_tokens(config)
         messages: list[JsonObject] = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": content})
-        rendered = render(self.chat_template, messages, **special)
-        bos = special.get("bos_token")
+        return self.tokenise_messages([*messages, {"role": "user", "content": self.content(text, media)}])
+
+    def content(self, text: str, media: Sequence[tuple[str, Source]] = ()) -> str | list[dict[str, str]]:
+        """The content of a message, as chat templates read it. Raises PromptError if marks and media differ."""
+        self._check_marks(text, media)
+        if not media:
+            return text  # templates of text models accept strings only
+        parts = [part for part in re.split(f"({MARK.pattern})", text) if part]
+        return [{"type": MARKS[part]} if part in MARKS else {"type": "text", "text": part} for part in parts]
+
+    def tokenise_messages(self, messages: Sequence[JsonObject]) -> list[int]:
+        """The ids of a conversation up to the assistant's next answer, in the checkpoint's chat template. Raises
+        PromptError."""
+        rendered = self.render_messages(messages)
+        bos = named_tokens(json.loads(self.tokenizer_config)).get("bos_token")
         # As in transformers, `ends` is set for models with vision whose text does not begin with the bos token.
         return self.encode(rendered, ends=self.vision and not (bos and rendered.startswith(bos)))
+
+    def render_messages(self, messages: Sequence[JsonObject]) -> str:
+        """The text of a conversation up to the assistant's next answer. Raises PromptError."""
+        return render(self.chat_template, messages, **named_tokens(json.loads(self.tokenizer_config)))
 
     def _check_marks(self, text: str, media: Sequence[tuple[str, Source]]) -> None:
         if not self.vision and not media:
@@ -325,38 +339,55 @@ class Processor:
         outline = self.outline_of(token_ids, found)
         return self.lay_out(outline, np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else None)
 
-    def lay_out(self, outline: PromptOutline, patches_PX: np.ndarray | ShadowTensor | None = None) -> ModelInput:
-        """The model input of a prompt; `patches_PX` holds the patches of its media, those of each medium in the window
-        order of `patches.py`. A shadow tensor may stand for the patches."""
-        ids, media = outline.token_ids, outline.media
-        rope_index = ARCHITECTURES[self.architecture].rope_index
-        if rope_index is None:
-            positions = np.broadcast_to(np.arange(len(ids), dtype=np.int32), (3, len(ids))).copy()
-            return ModelInput(ids, positions, np.full(len(ids), -1, np.int32), len(ids))
-        pad_of = self._pads()
+    def lay_out(
+        self, outline: PromptOutline, patches_PX: np.ndarray | ShadowTensor | None = None, *, start: int = 0
+    ) -> ModelInput:
+        """The model input of a prompt or an observation; `patches_PX` holds the patches of its media, those of each
+        medium in the window order of `patches.py`. A shadow tensor may stand for the patches. The first token has the
+        rotary position `start`."""
+        ids = outline.token_ids
+        if not outline.media:
+            return ModelInput(ids, *self.response_layout(ids, start=start))
         merge = outline.merge_size**2
         repeats = np.ones(len(ids), np.int64)
-        repeats[_are_among(ids, pad_of.values())] = [math.prod(grid) // merge for _, grid in outline.blocks]
+        repeats[_are_among(ids, self._pads().values())] = [math.prod(grid) // merge for _, grid in outline.blocks]
         tokens_T = np.repeat(ids, repeats)
+        layout = self.response_layout(tokens_T, outline.media, start=start)
+        assert patches_PX is not None
+        return ModelInput(tokens_T, *layout, arranged(arrange(outline.grids, self.layout), patches_PX))
+
+    def response_layout(
+        self, token_ids_T: Sequence[int] | np.ndarray, media: Sequence[Medium] = (), *, start: int = 0
+    ) -> SequenceLayout:
+        """The layout of tokens whose first has the rotary position `start`, such as a response: tokens of the model and
+        observations, with a run of placeholders for each of `media`, in order. The layout of a sequence is that of its
+        parts, each from the `next_position` of the part before, with feature indices from 0 on. Raises ValueError if
+        runs and media do not match."""
+        self._check_vision(media)
+        tokens_T = np.asarray(token_ids_T, np.int32)
+        pad_of = self._pads() if self.vision else {}
+        shown_T = _are_among(tokens_T, pad_of.values()) if self.vision else np.zeros(len(tokens_T), bool)
+        _check_runs(tokens_T, shown_T, [pad_of[medium.kind] for medium in media for _ in medium.blocks])
+        feature_index_T = np.full(len(tokens_T), -1, np.int32)
+        rope_index = ARCHITECTURES[self.architecture].rope_index
+        if rope_index is None or not media:
+            next_position = start + len(tokens_T)
+            positions_T = np.arange(start, next_position, dtype=np.int32)
+            return SequenceLayout(np.tile(positions_T, (3, 1)), feature_index_T, next_position)
         positions_3T, next_position = rope_index(
             tokens_T,
-            [grid for kind, grid in outline.blocks if kind == "image"],
-            [grid for kind, grid in outline.blocks if kind == "video"],
+            [grid for medium in media if medium.kind == "image" for grid in medium.blocks],
+            [grid for medium in media if medium.kind == "video" for grid in medium.blocks],
             # one entry for each block; the positions of a block with one frame pair do not depend on its entry
             [medium.seconds_per_grid for medium in media if medium.kind == "video" for _ in medium.blocks],
             image_token_id=pad_of["image"],
             video_token_id=pad_of["video"],
-            spatial_merge_size=outline.merge_size,
+            spatial_merge_size=self.layout.spatial_merge_size,
             tokens_per_second=self.layout.tokens_per_second,
+            first_position=start,
         )
-        feature_index_T = np.full(len(tokens_T), -1, np.int32)
-        if not media:
-            return ModelInput(tokens_T, positions_3T, feature_index_T, next_position)
-        assert patches_PX is not None
-        arrangement = arrange(outline.grids, self.layout)
-        feature_index_T[_are_among(tokens_T, pad_of.values())] = arrangement.feature_order
-        vision = arranged(arrangement, patches_PX)
-        return ModelInput(tokens_T, positions_3T, feature_index_T, next_position, vision)
+        feature_index_T[shown_T] = arrange([medium.grid for medium in media], self.layout).feature_order
+        return SequenceLayout(positions_3T, feature_index_T, next_position)
 
 
 def arranged(arrangement: Arrangement, packed_PX: np.ndarray | ShadowTensor) -> VisionInput:
@@ -382,6 +413,20 @@ def pack_patches(
 def _are_among(token_ids: np.ndarray, few: Iterable[int]) -> np.ndarray:
     """`np.isin` for few ids, in a fraction of its time."""
     return functools.reduce(np.logical_or, [token_ids == token_id for token_id in few])
+
+
+def _check_runs(tokens_T: np.ndarray, shown_T: np.ndarray, pads: Sequence[int]) -> None:
+    """Raises ValueError if the runs of placeholders, which `shown_T` marks, do not consist of `pads`, in order."""
+    starts = np.flatnonzero(shown_T & (np.diff(tokens_T, prepend=-1) != 0))
+    runs = tokens_T[starts].tolist()
+    if runs != list(pads):
+        pairs = enumerate(itertools.zip_longest(runs, pads))
+        number, (run, pad) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+        where = f"at token {starts[number]} " if number < len(starts) else ""
+        raise ValueError(
+            f"{len(runs)} runs of placeholders for {len(pads)} parts of media: run {number} {where}has the placeholder "
+            f"{run}, but the media need {pad} there (None: no more)"
+        )
 
 
 def _kind(folder: pathlib.Path, config: JsonObject, image: JsonObject) -> tuple[str, PatchLayout]:

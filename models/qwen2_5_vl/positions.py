@@ -24,10 +24,12 @@ def rope_index(
     video_token_id: int,
     spatial_merge_size: int,
     tokens_per_second: float | int,
+    first_position: int = 0,
 ) -> tuple[np.ndarray, int]:
     """Positions `[3, T]` (time, row, column; i32) and the position of the first generated token. `token_ids_T` has its
     media placeholders expanded: one run of `image_token_id` or `video_token_id` for each grid. `seconds_per_grid` has
-    the seconds that one frame pair spans, for each video. Raises ValueError if the runs and the grids do not match."""
+    the seconds that one frame pair spans, for each video. The first token has the position `first_position`. Raises
+    ValueError if the runs and the grids do not match."""
     token_ids_T = np.asarray(token_ids_T)
     if len(seconds_per_grid) != len(video_grids):
         raise ValueError(f"there are {len(video_grids)} videos, but {len(seconds_per_grid)} values of seconds_per_grid")
@@ -38,7 +40,7 @@ def rope_index(
 
     positions_3T = np.empty((3, len(token_ids_T)), np.int32)
     images, videos = iter(image_grids), iter(zip(video_grids, seconds_per_grid, strict=True))
-    position, done = 0, 0
+    position, done = first_position, 0
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
         if kind_T[start] == 0:
             positions_3T[:, start:stop] = np.arange(position, position + stop - start, dtype=np.int32)
