@@ -39,8 +39,9 @@ from . import turns
 from .device import DeviceState, NewTokens, decode_program
 from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from .engine_weights import EngineLayout
+from .jobs import Flight, Job
 from .requests import EngineLimits, Mailbox, TokenStream
-from .scheduler import Delivery, Flight, Job, Scheduler
+from .scheduler import Delivery, Scheduler
 from .slots import PAGE_TOKENS, DecodeRound, doubling, pages_for
 
 if TYPE_CHECKING:
@@ -178,6 +179,10 @@ class JaxEngine:
         if not self._turn.locked():  # otherwise the holder of `_turn` reaps
             self._deliver(self._scheduler.reap())
 
+    async def end_session(self, session: str) -> None:
+        self._attach()
+        self._scheduler.end_session(session)
+
     async def between_turns(self, work: Callable[[], Result], /) -> Result:
         """Calls `work` in the engine's thread while no turn is in flight, and returns its result, so that another model
         can compute on the engine's devices. Callers get the device in the order of their calls."""
@@ -232,6 +237,7 @@ class JaxEngine:
                     f"{len(self._scheduler.waiting)} waiting; abort them first"
                 )
             if layout != self._device.layout:
+                self._scheduler.invalidate()
                 await self._in_thread(self._device.move, layout)
                 self._limits = dataclasses.replace(self._limits, kv_tokens=self._kv_given)
 

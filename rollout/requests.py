@@ -121,7 +121,9 @@ def _checked(request: GenerateRequest, limits: EngineLimits) -> GenerateRequest:
     if samples and (len(set(samples)) != n or len(samples) != n or min(samples) < 0):
         raise ValueError(f"samples={_shown(samples)} must be n={n} different numbers, none of them negative")
     seed, need = as_integer("seed", request.seed, None, None), as_integer("need", request.need, 0, n)
-    return GenerateRequest(request.rid, prompt, sampling, n, seed, prefixes, samples, need)
+    if not isinstance(request.session, str):
+        raise ValueError(f"session must be a string, not {_shown(request.session)}")
+    return GenerateRequest(request.rid, prompt, sampling, n, seed, prefixes, samples, need, request.session)
 
 
 def ended_before(ids: Sequence[int], sampling: SamplingParams) -> FinishReason | None:

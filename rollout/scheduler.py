@@ -16,7 +16,6 @@ If a turn of a single request fails, the request is lost. If a turn of several r
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Iterator
@@ -25,91 +24,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
+from .jobs import Flight, Job, RunningSample
 from .requests import EngineLimits, checked, ended_before
+from .sessions import KeptPages, identity_of, with_response, without_media
 from .slots import PAGE_TOKENS, PagePool, SlotTable
 
 if TYPE_CHECKING:
-    from .prompt_pixels import PromptFeatures
+    from models.inputs import ModelInput
 
 PREFILL_TOKENS = 4096  # the most tokens of a turn of starts, unless a prompt that can't be cut has more
 LONGER = 4  # ratio of one length of rounds to the next shorter length
 CHUNK_TOKENS = 2048  # the most tokens of one prompt or sample in one prefill; a multiple of a page
-
-
-@dataclasses.dataclass(eq=False)
-class RunningSample:
-    """One response in the making. `slot` is -1 while the sample waits, and after it ended. Until the sample is started,
-    `rollout.turns` sets `place` to the sample's prefill batch and its `Place` in that batch."""
-
-    job: Job
-    index: int
-    slot: int = -1
-    pages: list[int] = dataclasses.field(default_factory=list)  # the pages of its cache entries, in order
-    # The number of cache entries, in full pages, that chunks have written. The slot has the state after these entries.
-    filled: int = 0
-    place: Any = None
-    aborted: bool = False
-    ended: bool = False
-    preemptions: int = 0
-
-    @property
-    def waiting(self) -> bool:
-        """Says whether the sample has no pages, and is neither ended nor aborted."""
-        return not (self.pages or self.ended or self.aborted)
-
-    def forget_context(self) -> None:
-        """Drops a prefill that has read pages of the prompt, because these pages were freed."""
-        if self.place is not None and self.place[1].skip:
-            self.place = None
-
-    @property
-    def age(self) -> tuple[bool, int, int]:
-        """The sort key of the order in which samples get pages; the last sample loses pages first."""
-        return not self.job.suspect, self.job.number, self.index
-
-    @property
-    def written(self) -> int:
-        """The number of cache entries, from the first on and in full pages, that are written before the start."""
-        return max(self.filled, self.job.filled) if self.pages else 0
-
-
-@dataclasses.dataclass(eq=False)
-class Job:
-    """A request in flight. `sink` gets the chunks."""
-
-    request: GenerateRequest
-    sink: Any = None
-    samples: list[RunningSample] = dataclasses.field(default_factory=list)
-    number: int = 0  # grows in the order of submission, or of seeds (`by_seed`)
-    suspect: bool = False  # a turn that this job shared with other jobs failed
-    pages: list[int] = dataclasses.field(default_factory=list)  # the prompt's full pages, while any sample has them
-    filled: int = 0  # written entries of these pages; a multiple of a page
-    features: PromptFeatures | None = None  # features of its images and videos, kept between the chunks of its prompt
-
-    @property
-    def open(self) -> bool:
-        return any(not sample.ended for sample in self.samples)
-
-    def end_surplus(self) -> None:
-        """If as many samples as the request needs have ended, marks all other samples as aborted, for `reap`."""
-        need = self.request.need
-        if need and sum(sample.ended and not sample.aborted for sample in self.samples) >= need:
-            for sample in self.samples:
-                sample.aborted = sample.aborted or not sample.ended
-
-    def prefix(self, index: int) -> tuple[int, ...]:
-        return self.request.prefix_ids[index] if self.request.prefix_ids else ()
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Flight:
-    """A turn that was dispatched, and the samples that get its tokens when the tokens are read."""
-
-    jobs: list[Job]  # jobs that the turn served
-    samples: dict[int, RunningSample]  # by slot
-    decodes: bool  # the turn is a round
-    version: int  # of the weights
-    tokens: Any = None  # `rollout.device.Unread`
 
 
 Delivery = tuple[Job, TokenChunk]
@@ -134,6 +59,7 @@ class Scheduler:
         """Sets the number of pages, while there are no requests."""
         self.limits = limits
         self.pool = PagePool(limits.pages)
+        self.kept = KeptPages(self.pool)
         self.table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages)
 
     @property
@@ -147,7 +73,9 @@ class Scheduler:
         if request.rid in self.jobs:
             raise EngineError(f"request {request.rid!r}: a request of this id is already in flight")
         self._submitted += 1
-        job = self.jobs[request.rid] = Job(request, sink, number=self._submitted)
+        job = self.jobs[request.rid] = Job(request, request.prompt, sink, self._submitted, session=request.session)
+        if job.session:
+            job.identity_5T = identity_of(request.prompt, self.limits.merge_unit)
         job.samples = [RunningSample(job, index) for index in range(request.n)]
         done: list[Delivery] = []
         for sample in job.samples:
@@ -222,17 +150,33 @@ class Scheduler:
 
     def _give(self, sample: RunningSample, wanted: int, spare: int) -> bool:
         """Gives a sample its first `wanted` pages and returns True, if `spare` further pages are free."""
-        job, shared = sample.job, len(sample.job.request.prompt) // PAGE_TOKENS
-        if self.pool.free < wanted - len(job.pages) + spare:
+        job, shared = sample.job, len(sample.job.prompt) // PAGE_TOKENS
+        begun = job.pages or self._kept_of(job)
+        self.pool.share(begun)  # before room is made, so that these pages are not given away
+        if not self.kept.fits(wanted - len(begun) + spare):
+            self.pool.release(begun)
             return False
-        if job.pages:
-            self.pool.share(job.pages)
-        else:
-            job.pages = self.pool.take(shared)
+        self.kept.make_room(wanted - len(begun))
+        if not job.holders:
+            job.pages, job.filled = begun + self.pool.take(shared - len(begun)), len(begun) * PAGE_TOKENS
+            if begun:
+                job.prompt = without_media(job.prompt, job.filled, self.limits.merge_unit)
+        job.holders += 1
         sample.pages = job.pages + self.pool.take(wanted - shared)
         self.table.place(sample.slot, sample.pages)
         self._pageless.discard(sample)
         return True
+
+    def _kept_of(self, job: Job) -> list[int]:
+        """The kept pages with which the pages of a job can begin."""
+        if job.identity_5T is None or self.limits.recurrent:  # no state is kept to go on from
+            return []
+        return self.kept.match(job.request.session, job.numbers, job.identity_5T)
+
+    def prompt_to_compute(self, job: Job) -> ModelInput:
+        """A job's prompt without the media that are shown only in kept pages."""
+        begun = [] if job.holders else self._kept_of(job)
+        return without_media(job.prompt, len(begun) * PAGE_TOKENS, self.limits.merge_unit) if begun else job.prompt
 
     def _round_steps(self, slots_B: np.ndarray) -> int:
         """The most tokens of a sample in the next round: more than `steps_per_sync` only if no sample waits."""
@@ -242,7 +186,7 @@ class Scheduler:
         most = min(limits.longest_round, int((table.limit_N - table.tokens_N)[slots_B].min()))
 
         def fits(steps: int) -> bool:
-            return int(table.missing_pages(slots_B, steps).sum()) <= self.pool.free
+            return self.kept.fits(int(table.missing_pages(slots_B, steps).sum()))
 
         if not limits.ahead:  # a CPU would also compute the rows of samples that a stop id has ended
             known = limits.small_model and not (table.stop_ids_NI[slots_B] >= 0).any()
@@ -252,17 +196,18 @@ class Scheduler:
         return steps
 
     def _make_room(self, unread: bool) -> bool:
-        """Gives each sample in the cache the pages for the tokens of a round, the oldest first. Returns False, without
-        giving pages, if samples would be preempted while tokens are `unread`."""
+        """Gives each sample in the cache the pages for the tokens of a round, the oldest first. Kept pages are dropped
+        before samples are preempted. Returns False, without giving pages, if samples would be preempted while tokens
+        are `unread`."""
         slots_B = self.to_decode()
         self.steps = steps = self._round_steps(slots_B)
         wanted_B, missing_B = self.table.wanted_pages(slots_B, steps), self.table.missing_pages(slots_B, steps)
-        if unread and missing_B.sum() > self.pool.free:
+        if unread and not self.kept.fits(int(missing_B.sum())):
             return False
         short_B = missing_B > 0
         growing = [(self.occupant[slot], int(n)) for slot, n in zip(slots_B[short_B], wanted_B[short_B], strict=True)]
         for sample, wanted in sorted(((s, n) for s, n in growing if s is not None), key=lambda pair: pair[0].age):
-            while sample.pages and self.pool.free < wanted - len(sample.pages):
+            while sample.pages and not self.kept.make_room(wanted - len(sample.pages)):
                 holders = (holder for holder in self.occupant if holder is not None and holder.pages)
                 self._preempt(max(holders, key=lambda holder: holder.age))
             if sample.pages:
@@ -278,13 +223,14 @@ class Scheduler:
     def _release(self, sample: RunningSample) -> None:
         """Takes a sample's pages away; pages of its prompt are freed with their last holder."""
         job = sample.job
+        job.holders -= bool(sample.pages)
         self.pool.release(sample.pages)
         sample.pages, sample.filled, sample.place = [], 0, None
         self.table.pages_N[sample.slot] = 0
         self.cached_N[sample.slot] = False
         self._pageless.add(sample)
-        if job.pages and not self.pool.holders[job.pages[0]]:
-            job.pages, job.filled, job.features = [], 0, None
+        if job.pages and not job.holders:
+            job.pages, job.filled, job.features, job.prompt = [], 0, None, job.request.prompt
             for sibling in job.samples:
                 sibling.forget_context()
 
@@ -321,7 +267,7 @@ class Scheduler:
         """The tokens to compute before a sample starts. Tokens of the prompt count for the `first` sample only."""
         if sample.place is not None:
             return 0
-        prompt = len(sample.job.request.prompt)
+        prompt = len(sample.job.prompt)
         return prompt + self.response_tokens(sample) - max(self.computed(sample), 0 if first else prompt)
 
     def computed(self, sample: RunningSample) -> int:
@@ -404,9 +350,24 @@ class Scheduler:
             chunk = TokenChunk(job.request.rid, index, *new, finish, sample.preemptions)
             deliveries.append((job, chunk))
             if finish is not None:
+                if finish is not FinishReason.ABORT:
+                    self._keep(sample)
                 self._end(sample)
                 job.end_surplus()
         return deliveries
+
+    def _keep(self, sample: RunningSample) -> None:
+        """Keeps the pages of a sample that ends. The keys and values of the last token are not computed."""
+        job = sample.job
+        if job.session and job.identity_5T is not None:
+            identity_5T = with_response(job.identity_5T, job.prompt, self.response(sample)[:-1])
+            self.kept.keep(job.session, job.numbers[sample.index], sample.pages, identity_5T)
+
+    def end_session(self, session: str) -> None:
+        """Drops what is kept of a session. Samples of the session that still run keep nothing."""
+        self.kept.end(session)
+        for job in self.jobs.values():
+            job.session = "" if job.session == session else job.session
 
     def _end(self, sample: RunningSample) -> None:
         self._free(sample)
@@ -447,13 +408,15 @@ class Scheduler:
         """Forgets the cache, as after a change of weights, and unread tokens, so that running samples must be started
         again."""
         self.table.unread_N[:] = 0
+        self.kept.clear()
         for sample in filter(None, self.occupant):
             self._release(sample)
         for sample in self.waiting:
             sample.place = None
 
     def clear(self) -> list[Job]:
-        """Drops all jobs; returns them."""
+        """Drops all jobs and kept pages; returns the jobs."""
+        self.kept.clear()
         return self.drop(list(self.jobs.values()))
 
     def drop(self, jobs: list[Job]) -> list[Job]:

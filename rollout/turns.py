@@ -30,9 +30,10 @@ from models.shadow import ShadowTensor
 from sharding.kernels.runs import chunk_size, packed_runs
 
 from .cache import Context, PageWrites, Rows, StateWrites
+from .jobs import Job, RunningSample
 from .programs import Starts
 from .requests import EngineLimits
-from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS, Job, RunningSample, Scheduler
+from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS, Scheduler
 from .slots import PAGE_TOKENS, DecodeRound, doubling, geometric, pages_for
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def _cut(
     scheduler: Scheduler, job: Job, samples: list[RunningSample]
 ) -> tuple[StartPlan, list[tuple[Prefix, list[RunningSample]]]]:
     """The next chunks of a job's samples, and the prefixes that can start without a chunk, with their samples."""
-    prompt, chunks = job.request.prompt, []
+    prompt, chunks = job.prompt, []
     P, media = len(prompt), _media_end(prompt)
     rid, fork = job.request.rid, _last_boundary(prompt)
     alone: list[tuple[Prefix, list[RunningSample]]] = []
@@ -199,9 +200,9 @@ def _chunk_end(scheduler: Scheduler, sample: RunningSample, media: int) -> int:
     states, a chunk ends where the samples of a prompt part. If several samples have response tokens, such a chunk
     precedes their start even for a short prompt. Otherwise the row of each sample would repeat the prompt."""
     job = sample.job
-    done, fork = scheduler.computed(sample), _last_boundary(job.request.prompt)
+    done, fork = scheduler.computed(sample), _last_boundary(job.prompt)
     stop = done + max(CHUNK_TOKENS, media - done)
-    stop = 0 if stop >= len(job.request.prompt) + scheduler.response_tokens(sample) else stop
+    stop = 0 if stop >= len(job.prompt) + scheduler.response_tokens(sample) else stop
     if not scheduler.limits.recurrent or done >= fork or media > fork:
         return stop
     begun = sum(scheduler.response_tokens(sibling) > 0 for sibling in scheduler.unstarted(job))
@@ -216,7 +217,7 @@ def by_groups(vision: VisionInput | None) -> bool:
 def _features(scheduler: Scheduler, job: Job, part: ModelInput, end: int) -> FeatureWork | None:
     """The features that `part`, which ends before token `end`, needs before its prefill; None if `part` needs no
     features, or if the prefill computes them itself. The job keeps features as long as later tokens need any."""
-    prompt, shown = job.request.prompt, job.request.prompt.shown[0]
+    prompt, shown = job.prompt, job.prompt.shown[0]
     if not by_groups(prompt.vision) or not len(shown):
         return None
     from .prompt_pixels import FeatureWork, PromptFeatures
@@ -233,7 +234,7 @@ def pixels_ahead(scheduler: Scheduler) -> Iterator[ShadowTensor]:
 
     most = AHEAD_PATCHES
     for job in scheduler.upcoming():
-        prompt = job.request.prompt
+        prompt = scheduler.prompt_to_compute(job)
         if prompt.vision is None or not isinstance(prompt.vision.patches_PX, ShadowTensor):
             continue
         rest_T = prompt.feature_index_T[min(job.filled, (len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS) :]
@@ -294,7 +295,7 @@ def _chunk(scheduler: Scheduler, sample: RunningSample, part: ModelInput) -> Sta
     end = done + len(part)
     job.filled = max(filled, min(end, len(job.pages) * PAGE_TOKENS))
     followers = [sample]
-    if scheduler.limits.recurrent and end <= _last_boundary(job.request.prompt):
+    if scheduler.limits.recurrent and end <= _last_boundary(job.prompt):
         followers = [sibling for sibling in scheduler.unstarted(job) if sibling.pages and sibling.filled == done]
     for follower in followers:
         follower.filled = end

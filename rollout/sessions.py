@@ -1,0 +1,158 @@
+"""The prefixes of conversations that an engine keeps in its cache between two turns.
+
+A sample of a request with a session keeps the pages of its conversation when it ends. Kept pages are full pages whose
+entries are all written, and nobody writes them again. The next turn of the conversation shares the pages of the longest
+common prefix, and computes the tokens behind this prefix only. A token is the same in two prompts if its id, its rotary
+positions and the medium that it shows are the same.
+
+Kept pages count as free: they are given to samples that need pages, those of the oldest prefix first.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from models.inputs import ModelInput, VisionInput, cut
+from models.shadow import ShadowTensor
+
+from .slots import PAGE_TOKENS, PagePool
+
+Identity: TypeAlias = np.ndarray  # i64 [5, T]: id, three positions, and the name of the feature of each token (0: none)
+NAME_BYTES = 7  # of the digest of a medium, so that names of features fit int64
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeptPrefix:
+    """The pages of a conversation's first tokens, and the identity of these tokens."""
+
+    pages: Sequence[int]
+    identity_5T: Identity
+
+
+class KeptPages:
+    """The kept prefixes of all conversations, by session and number of the sample. A prefix holds its pages in
+    `pool`."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._prefixes: dict[tuple[str, int], KeptPrefix] = {}  # the oldest first
+        self._counts: collections.Counter[int] = collections.Counter()  # number of prefixes that hold a page, by page
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
+
+    def keep(self, session: str, number: int, pages: Sequence[int], identity_5T: Identity) -> None:
+        """Keeps the full pages of these tokens, in the place of the conversation's earlier prefix. Somebody else must
+        hold the pages still."""
+        count = identity_5T.shape[1] // PAGE_TOKENS
+        prefix = KeptPrefix(pages[:count], identity_5T[:, : count * PAGE_TOKENS])
+        self._pool.share(prefix.pages)
+        self._counts.update(prefix.pages)
+        self._drop([(session, number)])
+        self._prefixes[session, number] = prefix
+
+    def match(self, session: str, numbers: Iterable[int], identity_5T: Identity) -> list[int]:
+        """The full pages of the longest prefix that one of these conversations has in common with a prompt. The prefix
+        becomes the youngest."""
+        found = [key for number in numbers if (key := (session, number)) in self._prefixes]
+        common = {key: common_tokens(self._prefixes[key].identity_5T, identity_5T) // PAGE_TOKENS for key in found}
+        if not any(common.values()):
+            return []
+        best = max(found, key=common.__getitem__)
+        prefix = self._prefixes[best] = self._prefixes.pop(best)
+        return list(prefix.pages[: common[best]])
+
+    def fits(self, count: int) -> bool:
+        """Says whether `count` pages are free, or would be if no prefix was kept."""
+        if count <= self._pool.free:
+            return True
+        alone = sum(self._pool.holders[page] == holders for page, holders in self._counts.items())
+        return count <= self._pool.free + alone
+
+    def make_room(self, count: int) -> bool:
+        """Drops the oldest prefixes until `count` pages are free. Returns False if too many pages belong to samples."""
+        while self._pool.free < count and self._prefixes:
+            self._drop([next(iter(self._prefixes))])
+        return count <= self._pool.free
+
+    def end(self, session: str) -> None:
+        """Drops the prefixes of a session."""
+        self._drop([key for key in self._prefixes if key[0] == session])
+
+    def clear(self) -> None:
+        self._drop(list(self._prefixes))
+
+    def _drop(self, keys: Iterable[tuple[str, int]]) -> None:
+        for key in keys:
+            if (prefix := self._prefixes.pop(key, None)) is not None:
+                self._pool.release(prefix.pages)
+                self._counts.subtract(prefix.pages)
+                for page in prefix.pages:
+                    if not self._counts[page]:
+                        del self._counts[page]
+
+
+def identity_of(prompt: ModelInput, merge_unit: int) -> Identity:
+    """The identity of a prompt's tokens. The name of a feature comes from the content of its frame pair, so that equal
+    media have equal names in all prompts."""
+    name_T = np.zeros(len(prompt), np.int64)
+    if prompt.vision is not None:
+        tokens, features = prompt.shown
+        edges = [edge // merge_unit for edge in _whole_features(prompt, merge_unit)]
+        for first, following in itertools.pairwise(edges):
+            inside = (features >= first) & (features < following)
+            if inside.any():
+                part = cut(prompt.vision, first * merge_unit, following * merge_unit)
+                name_T[tokens[inside]] = features[inside].astype(np.int64) - first + _name(part)
+    return np.concatenate([prompt.token_ids_T[None], prompt.positions_3T, name_T[None]]).astype(np.int64)
+
+
+def with_response(identity_5T: Identity, prompt: ModelInput, response_T: np.ndarray) -> Identity:
+    """The identity of a prompt's tokens and of the tokens of its response."""
+    positions_3T = np.tile(prompt.next_position + np.arange(len(response_T)), (3, 1))
+    after_5T = np.concatenate([response_T[None], positions_3T, np.zeros((1, len(response_T)))]).astype(np.int64)
+    return np.concatenate([identity_5T, after_5T], axis=1)
+
+
+def common_tokens(first_5T: Identity, second_5T: Identity) -> int:
+    """The number of tokens with which both sequences begin."""
+    T = min(first_5T.shape[1], second_5T.shape[1])
+    same_T = (first_5T[:, :T] == second_5T[:, :T]).all(axis=0)
+    return T if same_T.all() else int(same_T.argmin())
+
+
+def without_media(prompt: ModelInput, tokens: int, merge_unit: int) -> ModelInput:
+    """The prompt without the media that only its first `tokens` tokens show. These tokens then show no feature."""
+    index_T = np.where(np.arange(len(prompt)) < tokens, -1, prompt.feature_index_T).astype(np.int32)
+    features = index_T[index_T >= 0]
+    if prompt.vision is None or not len(features):
+        return dataclasses.replace(prompt, feature_index_T=index_T, vision=None)
+    first = int(features.min()) * merge_unit
+    start = max(edge for edge in _whole_features(prompt, merge_unit) if edge <= first)
+    index_T = np.where(index_T >= 0, index_T - start // merge_unit, -1).astype(np.int32)
+    vision = cut(prompt.vision, start, prompt.vision.num_patches)
+    return dataclasses.replace(prompt, feature_index_T=index_T, vision=vision)
+
+
+def _whole_features(prompt: ModelInput, merge_unit: int) -> list[int]:
+    """The edges of frame pairs that divide no feature."""
+    return [edge for edge in prompt.frame_edges if edge % merge_unit == 0]
+
+
+def _name(part: VisionInput) -> int:
+    """A number for the content of some frame pairs: their layout, and their pixels or where these can be fetched."""
+    digest = hashlib.sha256()
+    frames_P, windows_P = (ids_P - ids_P.min() for ids_P in (part.frame_segments_P, part.window_segments_P))
+    for array in (part.positions_P2, frames_P, windows_P):
+        digest.update(np.ascontiguousarray(array).data)
+    pieces = part.patches_PX.pieces if isinstance(part.patches_PX, ShadowTensor) else (part.patches_PX,)
+    for piece in pieces:
+        digest.update(np.ascontiguousarray(piece).data if isinstance(piece, np.ndarray) else repr(piece).encode())
+    return 1 + int.from_bytes(digest.digest()[:NAME_BYTES], "big")
