@@ -70,7 +70,8 @@ class JaxEngine:
     count with `UNKNOWN_MEMORY` bytes. A round decodes `steps_per_sync` tokens of each sample; 0: a number that suits
     devices and samples (`EngineLimits.pace`). `ahead` says whether turns are dispatched ahead (None: not on CPUs).
     `compute_dtype` casts new weights (None: weights keep their dtype). `devices` compute together: 1, 2, 4, ... of this
-    process; None: its first device. `model` may be abstract; the first `update_weights` then brings the weights.
+    process; None: its first device. `model` may be abstract; the first `update_weights` then brings the weights. A
+    model with Gated DeltaNet keeps `kept_states` states between the turns of sessions (0: turns compute their history).
     Several threads call `fetch` for prompts without pixels (`models.shadow`); a failure of `fetch` loses the request.
     """
 
@@ -84,15 +85,16 @@ class JaxEngine:
         ahead: bool | None = None,
         kv_tokens: int = 0,
         kv_fraction: float = 0.5,
+        kept_states: int = 0,
         compute_dtype: DTypeLike | None = None,
         devices: Sequence[Device] | None = None,
         version: int = 0,
         fetch: Fetch | None = None,
     ) -> None:
         sizes = {"slots": slots, "max_sequence_tokens": max_sequence_tokens}
-        if min(sizes.values()) < 1 or steps_per_sync < 0:
+        if min(sizes.values()) < 1 or min(steps_per_sync, kept_states) < 0:
             raise EngineError(
-                f"all of these must be positive: {sizes}; steps_per_sync={steps_per_sync} must not be negative"
+                f"all of these must be positive: {sizes}; {steps_per_sync=} and {kept_states=} must not be negative"
             )
         if kv_tokens < 0 or not 0 < kv_fraction <= 1:
             raise EngineError(
@@ -105,6 +107,7 @@ class JaxEngine:
             **EngineLimits.pace(layout.devices[0], steps_per_sync, ahead),
             small_model=jax.default_backend() != "cpu" or parameter_count(model) <= turns.SMALL_MODEL,
             kv_tokens=kv_tokens,
+            kept_states=kept_states if model.config.text.delta is not None else 0,
             shadows=fetch is not None,
         )
         self._kv_fraction, self._kv_given = kv_fraction, kv_tokens  # kv_tokens 0: `_size_cache` determines the size

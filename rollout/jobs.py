@@ -26,6 +26,7 @@ class RunningSample:
     pages: list[int] = dataclasses.field(default_factory=list)  # the pages of its cache entries, in order
     # The number of cache entries, in full pages, that chunks have written. The slot has the state after these entries.
     filled: int = 0
+    from_kept: bool = False  # the next prefill goes on from the job's kept state, not from the state of the slot
     place: Any = None
     aborted: bool = False
     ended: bool = False
@@ -68,7 +69,9 @@ class Job:
     filled: int = 0  # written entries of these pages; a multiple of a page
     features: PromptFeatures | None = None  # features of its images and videos, kept between the chunks of its prompt
     session: str = ""  # empty when the session has ended
-    identity_5T: Identity | None = None  # of the prompt, if the request has a session
+    identity_5T: Identity | None = None  # of the prompt, if samples of the request keep their pages
+    state: int = -1  # the number of the kept state that the job holds; -1: none
+    state_tokens: int = 0  # tokens of the prompt behind which this state is
 
     @property
     def open(self) -> bool:

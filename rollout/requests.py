@@ -50,6 +50,7 @@ class EngineLimits:
     kv_tokens: int = 0  # tokens of the cache; 0: all slots at full length
     shadows: bool = False  # patches may be shadow tensors, which the engine fetches
     recurrent: bool = False  # some layers have states, which no page holds
+    kept_states: int = 0  # states that are kept between the turns of sessions; 0: such layers compute the whole history
 
     @staticmethod
     def of(config: DecoderConfig, slots: int, max_sequence_tokens: int, **more: Any) -> EngineLimits:

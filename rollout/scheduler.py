@@ -59,8 +59,8 @@ class Scheduler:
         """Sets the number of pages, while there are no requests."""
         self.limits = limits
         self.pool = PagePool(limits.pages)
-        self.kept = KeptPages(self.pool)
-        self.table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages)
+        self.kept = KeptPages(self.pool, PagePool(limits.kept_states))
+        self.table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages, limits.kept_states)
 
     @property
     def running(self) -> int:
@@ -74,7 +74,7 @@ class Scheduler:
             raise EngineError(f"request {request.rid!r}: a request of this id is already in flight")
         self._submitted += 1
         job = self.jobs[request.rid] = Job(request, request.prompt, sink, self._submitted, session=request.session)
-        if job.session:
+        if job.session and (self.limits.kept_states or not self.limits.recurrent):
             job.identity_5T = identity_of(request.prompt, self.limits.merge_unit)
         job.samples = [RunningSample(job, index) for index in range(request.n)]
         done: list[Delivery] = []
@@ -151,11 +151,15 @@ class Scheduler:
     def _give(self, sample: RunningSample, wanted: int, spare: int) -> bool:
         """Gives a sample its first `wanted` pages and returns True, if `spare` further pages are free."""
         job, shared = sample.job, len(sample.job.prompt) // PAGE_TOKENS
-        begun = job.pages or self._kept_of(job)
+        begun, state = (job.pages, -1) if job.holders else self._kept_of(job)
         self.pool.share(begun)  # before room is made, so that these pages are not given away
         if not self.kept.fits(wanted - len(begun) + spare):
             self.pool.release(begun)
             return False
+        if state >= 0:
+            self.kept.states.share([state])
+            job.state, job.state_tokens = state, len(begun) * PAGE_TOKENS
+            sample.filled, sample.from_kept = job.state_tokens, True
         self.kept.make_room(wanted - len(begun))
         if not job.holders:
             job.pages, job.filled = begun + self.pool.take(shared - len(begun)), len(begun) * PAGE_TOKENS
@@ -167,15 +171,36 @@ class Scheduler:
         self._pageless.discard(sample)
         return True
 
-    def _kept_of(self, job: Job) -> list[int]:
-        """The kept pages with which the pages of a job can begin."""
-        if job.identity_5T is None or self.limits.recurrent:  # no state is kept to go on from
-            return []
+    def _kept_of(self, job: Job) -> tuple[list[int], int]:
+        """The kept pages with which the pages of a job can begin, and the kept state behind them (-1: none). A group
+        does not go on from a state, since a sample that is preempted alone would need the media before the state."""
+        if job.identity_5T is None or (self.limits.recurrent and job.request.n > 1):
+            return [], -1
         return self.kept.match(job.request.session, job.numbers, job.identity_5T)
+
+    def keeps_state(self, job: Job) -> bool:
+        """Says whether a state behind the prompt of a job is to be kept."""
+        return self.limits.recurrent and job.identity_5T is not None
+
+    def new_state(self, job: Job, tokens: int) -> list[int]:
+        """Takes a kept state for the state behind the first tokens of a job, in place of the job's earlier kept state.
+        Returns the number of its row in the cache, or nothing if all kept states belong to other jobs."""
+        self._release_state(job)
+        job.state, job.state_tokens = self.kept.take_state(), tokens
+        return [self.limits.slots + job.state] if job.state >= 0 else []
+
+    def _release_state(self, job: Job) -> None:
+        if job.state >= 0:
+            self.kept.states.release([job.state])
+        job.state, job.state_tokens = -1, 0
+
+    def state_row(self, sample: RunningSample) -> int:
+        """The row of the cache's states from which the next prefill of a sample goes on."""
+        return self.limits.slots + sample.job.state if sample.from_kept else sample.slot
 
     def prompt_to_compute(self, job: Job) -> ModelInput:
         """A job's prompt without the media that are shown only in kept pages."""
-        begun = [] if job.holders else self._kept_of(job)
+        begun, _ = ([], -1) if job.holders else self._kept_of(job)
         return without_media(job.prompt, len(begun) * PAGE_TOKENS, self.limits.merge_unit) if begun else job.prompt
 
     def _round_steps(self, slots_B: np.ndarray) -> int:
@@ -225,10 +250,12 @@ class Scheduler:
         job = sample.job
         job.holders -= bool(sample.pages)
         self.pool.release(sample.pages)
-        sample.pages, sample.filled, sample.place = [], 0, None
+        sample.pages, sample.filled, sample.place, sample.from_kept = [], 0, None, False
         self.table.pages_N[sample.slot] = 0
         self.cached_N[sample.slot] = False
         self._pageless.add(sample)
+        if not job.holders:
+            self._release_state(job)
         if job.pages and not job.holders:
             job.pages, job.filled, job.features, job.prompt = [], 0, None, job.request.prompt
             for sibling in job.samples:
@@ -359,9 +386,12 @@ class Scheduler:
     def _keep(self, sample: RunningSample) -> None:
         """Keeps the pages of a sample that ends. The keys and values of the last token are not computed."""
         job = sample.job
-        if job.session and job.identity_5T is not None:
-            identity_5T = with_response(job.identity_5T, job.prompt, self.response(sample)[:-1])
-            self.kept.keep(job.session, job.numbers[sample.index], sample.pages, identity_5T)
+        if not job.session or job.identity_5T is None:
+            return
+        identity_5T = with_response(job.identity_5T, job.prompt, self.response(sample)[:-1])
+        if self.limits.recurrent:
+            identity_5T = identity_5T[:, : job.state_tokens]
+        self.kept.keep(job.session, job.numbers[sample.index], sample.pages, identity_5T, job.state)
 
     def end_session(self, session: str) -> None:
         """Drops what is kept of a session. Samples of the session that still run keep nothing."""

@@ -34,40 +34,65 @@ class KeptPrefix:
 
     pages: Sequence[int]
     identity_5T: Identity
+    state: int  # the number of the kept state behind these tokens; -1 if layers have no states
+
+    @property
+    def state_held(self) -> list[int]:
+        return [self.state] if self.state >= 0 else []
+
+    def usable(self, identity_5T: Identity) -> int:
+        """The number of pages with which the pages of a prompt can begin. A state is behind all pages, and can't go on
+        from behind the last token of a prompt, whose hidden state must be computed."""
+        if self.state < 0:
+            return common_tokens(self.identity_5T, identity_5T) // PAGE_TOKENS
+        T = self.identity_5T.shape[1]
+        return len(self.pages) if common_tokens(self.identity_5T, identity_5T[:, :-1]) == T else 0
 
 
 class KeptPages:
-    """The kept prefixes of all conversations, by session and number of the sample. A prefix holds its pages in
-    `pool`."""
+    """The kept prefixes of all conversations, by session and number of the sample. A prefix holds its pages in `pool`
+    and, if layers have states, its state in `states`."""
 
-    def __init__(self, pool: PagePool) -> None:
-        self._pool = pool
+    def __init__(self, pool: PagePool, states: PagePool) -> None:
+        self._pool, self.states = pool, states
         self._prefixes: dict[tuple[str, int], KeptPrefix] = {}  # the oldest first
         self._counts: collections.Counter[int] = collections.Counter()  # number of prefixes that hold a page, by page
 
     def __len__(self) -> int:
         return len(self._prefixes)
 
-    def keep(self, session: str, number: int, pages: Sequence[int], identity_5T: Identity) -> None:
+    def keep(self, session: str, number: int, pages: Sequence[int], identity_5T: Identity, state: int) -> None:
         """Keeps the full pages of these tokens, in the place of the conversation's earlier prefix. Somebody else must
-        hold the pages still."""
+        hold pages and state still. Keeps nothing if there is no full page."""
         count = identity_5T.shape[1] // PAGE_TOKENS
-        prefix = KeptPrefix(pages[:count], identity_5T[:, : count * PAGE_TOKENS])
+        if not count:
+            return
+        prefix = KeptPrefix(pages[:count], identity_5T[:, : count * PAGE_TOKENS], state)
         self._pool.share(prefix.pages)
+        self.states.share(prefix.state_held)
         self._counts.update(prefix.pages)
         self._drop([(session, number)])
         self._prefixes[session, number] = prefix
 
-    def match(self, session: str, numbers: Iterable[int], identity_5T: Identity) -> list[int]:
-        """The full pages of the longest prefix that one of these conversations has in common with a prompt. The prefix
-        becomes the youngest."""
+    def match(self, session: str, numbers: Iterable[int], identity_5T: Identity) -> tuple[list[int], int]:
+        """The full pages of the longest prefix that one of these conversations has in common with a prompt, and the
+        state behind these pages. The prefix becomes the youngest."""
         found = [key for number in numbers if (key := (session, number)) in self._prefixes]
-        common = {key: common_tokens(self._prefixes[key].identity_5T, identity_5T) // PAGE_TOKENS for key in found}
-        if not any(common.values()):
-            return []
-        best = max(found, key=common.__getitem__)
+        usable = {key: self._prefixes[key].usable(identity_5T) for key in found}
+        if not any(usable.values()):
+            return [], -1
+        best = max(found, key=usable.__getitem__)
         prefix = self._prefixes[best] = self._prefixes.pop(best)
-        return list(prefix.pages[: common[best]])
+        return list(prefix.pages[: usable[best]]), prefix.state
+
+    def take_state(self) -> int:
+        """Takes a kept state; drops the oldest prefixes if none is free. Returns -1 if all belong to jobs."""
+        counts = collections.Counter(prefix.state for prefix in self._prefixes.values())
+        if not self.states.free and not any(self.states.holders[state] == n for state, n in counts.items()):
+            return -1
+        while not self.states.free:
+            self._drop([next(iter(self._prefixes))])
+        return self.states.take(1)[0]
 
     def fits(self, count: int) -> bool:
         """Says whether `count` pages are free, or would be if no prefix was kept."""
@@ -93,6 +118,7 @@ class KeptPages:
         for key in keys:
             if (prefix := self._prefixes.pop(key, None)) is not None:
                 self._pool.release(prefix.pages)
+                self.states.release(prefix.state_held)
                 self._counts.subtract(prefix.pages)
                 for page in prefix.pages:
                     if not self._counts[page]:
