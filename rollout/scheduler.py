@@ -186,8 +186,11 @@ class Scheduler:
         """Takes a kept state for the state behind the first tokens of a job, in place of the job's earlier kept state.
         Returns the number of its row in the cache, or nothing if all kept states belong to other jobs."""
         self._release_state(job)
-        job.state, job.state_tokens = self.kept.take_state(), tokens
-        return [self.limits.slots + job.state] if job.state >= 0 else []
+        job.state = self.kept.take_state()
+        if job.state < 0:
+            return []
+        job.state_tokens = tokens
+        return [self.limits.slots + job.state]
 
     def _release_state(self, job: Job) -> None:
         if job.state >= 0:

@@ -41,12 +41,10 @@ class KeptPrefix:
         return [self.state] if self.state >= 0 else []
 
     def usable(self, identity_5T: Identity) -> int:
-        """The number of pages with which the pages of a prompt can begin. A state is behind all pages, and can't go on
-        from behind the last token of a prompt, whose hidden state must be computed."""
-        if self.state < 0:
-            return common_tokens(self.identity_5T, identity_5T) // PAGE_TOKENS
-        T = self.identity_5T.shape[1]
-        return len(self.pages) if common_tokens(self.identity_5T, identity_5T[:, :-1]) == T else 0
+        """The number of pages with which the pages of a prompt can begin. The prompt's last token is left out, since
+        its hidden state must be computed. A state is behind all pages."""
+        common = common_tokens(self.identity_5T, identity_5T[:, :-1])
+        return 0 if self.state >= 0 and common < self.identity_5T.shape[1] else common // PAGE_TOKENS
 
 
 class KeptPages:
