@@ -59,6 +59,10 @@ class GenerateRequest:
     need: int = 0  # samples that the caller waits for; 0: all
     session: str = ""  # empty: nothing is kept
 
+    @property
+    def numbers(self) -> Sequence[int]:
+        return self.samples or range(self.n)
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenChunk:
@@ -107,8 +111,8 @@ class Engine(Protocol):
         Unknown and finished ids are ignored, since a sample may finish while its abort is on the way."""
 
     async def end_session(self, session: str) -> None:
-        """Frees what is kept of a session; unknown sessions are ignored. Other events may free it before: nothing but
-        speed depends on what is kept."""
+        """Frees what is kept of a session (empty: of all sessions); unknown sessions are ignored. Nothing but speed
+        depends on what is kept, and other events may free it before."""
 
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
         """Serve `params` as `version` from the next token on. Running samples go on under the new weights. An engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .engine import GenerateRequest
@@ -83,11 +82,6 @@ class Job:
         if need and sum(sample.ended and not sample.aborted for sample in self.samples) >= need:
             for sample in self.samples:
                 sample.aborted = sample.aborted or not sample.ended
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        """The numbers of the samples."""
-        return self.request.samples or range(self.request.n)
 
     def prefix(self, index: int) -> tuple[int, ...]:
         return self.request.prefix_ids[index] if self.request.prefix_ids else ()

@@ -73,7 +73,8 @@ class Scheduler:
         if request.rid in self.jobs:
             raise EngineError(f"request {request.rid!r}: a request of this id is already in flight")
         self._submitted += 1
-        job = self.jobs[request.rid] = Job(request, request.prompt, sink, self._submitted, session=request.session)
+        job = Job(request, request.prompt, sink, number=self._submitted, session=request.session)
+        self.jobs[request.rid] = job
         if job.session and (self.limits.kept_states or not self.limits.recurrent):
             job.identity_5T = identity_of(request.prompt, self.limits.merge_unit)
         job.samples = [RunningSample(job, index) for index in range(request.n)]
@@ -176,7 +177,7 @@ class Scheduler:
         does not go on from a state, since a sample that is preempted alone would need the media before the state."""
         if job.identity_5T is None or (self.limits.recurrent and job.request.n > 1):
             return [], -1
-        return self.kept.match(job.request.session, job.numbers, job.identity_5T)
+        return self.kept.match(job.request.session, job.request.numbers, job.identity_5T)
 
     def keeps_state(self, job: Job) -> bool:
         """Says whether a state behind the prompt of a job is to be kept."""
@@ -394,10 +395,10 @@ class Scheduler:
         identity_5T = with_response(job.identity_5T, job.prompt, self.response(sample)[:-1])
         if self.limits.recurrent:
             identity_5T = identity_5T[:, : job.state_tokens]
-        self.kept.keep(job.session, job.numbers[sample.index], sample.pages, identity_5T, job.state)
+        self.kept.keep(job.session, job.request.numbers[sample.index], sample.pages, identity_5T, job.state)
 
     def end_session(self, session: str) -> None:
-        """Drops what is kept of a session. Samples of the session that still run keep nothing."""
+        """Drops what is kept of a session (empty: of all). Samples of the session that still run keep nothing."""
         self.kept.end(session)
         for job in self.jobs.values():
             job.session = "" if job.session == session else job.session
@@ -441,7 +442,7 @@ class Scheduler:
         """Forgets the cache, as after a change of weights, and unread tokens, so that running samples must be started
         again."""
         self.table.unread_N[:] = 0
-        self.kept.clear()
+        self.kept.end("")
         for sample in filter(None, self.occupant):
             self._release(sample)
         for sample in self.waiting:
@@ -449,7 +450,7 @@ class Scheduler:
 
     def clear(self) -> list[Job]:
         """Drops all jobs and kept pages; returns the jobs."""
-        self.kept.clear()
+        self.kept.end("")
         return self.drop(list(self.jobs.values()))
 
     def drop(self, jobs: list[Job]) -> list[Job]:

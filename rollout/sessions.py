@@ -10,11 +10,10 @@ Kept pages count as free: they are given to samples that need pages, those of th
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import numpy as np
@@ -32,7 +31,7 @@ NAME_BYTES = 7  # of the digest of a medium, so that names of features fit int64
 class KeptPrefix:
     """The pages of a conversation's first tokens, and the identity of these tokens."""
 
-    pages: Sequence[int]
+    pages: list[int]
     identity_5T: Identity
     state: int  # the number of the kept state behind these tokens; -1 if layers have no states
 
@@ -54,12 +53,9 @@ class KeptPages:
     def __init__(self, pool: PagePool, states: PagePool) -> None:
         self._pool, self.states = pool, states
         self._prefixes: dict[tuple[str, int], KeptPrefix] = {}  # the oldest first
-        self._counts: collections.Counter[int] = collections.Counter()  # number of prefixes that hold a page, by page
+        self._counts = np.zeros(pool.total, np.int64)  # the number of prefixes that hold each page
 
-    def __len__(self) -> int:
-        return len(self._prefixes)
-
-    def keep(self, session: str, number: int, pages: Sequence[int], identity_5T: Identity, state: int) -> None:
+    def keep(self, session: str, number: int, pages: list[int], identity_5T: Identity, state: int) -> None:
         """Keeps the full pages of these tokens, in the place of the conversation's earlier prefix. Somebody else must
         hold pages and state still. Keeps nothing if there is no full page."""
         count = identity_5T.shape[1] // PAGE_TOKENS
@@ -68,7 +64,7 @@ class KeptPages:
         prefix = KeptPrefix(pages[:count], identity_5T[:, : count * PAGE_TOKENS], state)
         self._pool.share(prefix.pages)
         self.states.share(prefix.state_held)
-        self._counts.update(prefix.pages)
+        self._counts[prefix.pages] += 1
         self._drop([(session, number)])
         self._prefixes[session, number] = prefix
 
@@ -81,23 +77,20 @@ class KeptPages:
             return [], -1
         best = max(found, key=usable.__getitem__)
         prefix = self._prefixes[best] = self._prefixes.pop(best)
-        return list(prefix.pages[: usable[best]]), prefix.state
+        return prefix.pages[: usable[best]], prefix.state
 
     def take_state(self) -> int:
         """Takes a kept state; drops the oldest prefixes if none is free. Returns -1 if all belong to jobs."""
-        counts = collections.Counter(prefix.state for prefix in self._prefixes.values())
-        if not self.states.free and not any(self.states.holders[state] == n for state, n in counts.items()):
-            return -1
-        while not self.states.free:
+        while not self.states.free and self._prefixes:
             self._drop([next(iter(self._prefixes))])
-        return self.states.take(1)[0]
+        return self.states.take(1)[0] if self.states.free else -1
 
     def fits(self, count: int) -> bool:
         """Says whether `count` pages are free, or would be if no prefix was kept."""
         if count <= self._pool.free:
             return True
-        alone = sum(self._pool.holders[page] == holders for page, holders in self._counts.items())
-        return count <= self._pool.free + alone
+        alone = (self._counts > 0) & (self._counts == np.asarray(self._pool.holders))
+        return count <= self._pool.free + int(alone.sum())
 
     def make_room(self, count: int) -> bool:
         """Drops the oldest prefixes until `count` pages are free. Returns False if too many pages belong to samples."""
@@ -106,21 +99,15 @@ class KeptPages:
         return count <= self._pool.free
 
     def end(self, session: str) -> None:
-        """Drops the prefixes of a session."""
-        self._drop([key for key in self._prefixes if key[0] == session])
-
-    def clear(self) -> None:
-        self._drop(list(self._prefixes))
+        """Drops the prefixes of a session; if its name is empty, those of all sessions."""
+        self._drop([key for key in self._prefixes if session in ("", key[0])])
 
     def _drop(self, keys: Iterable[tuple[str, int]]) -> None:
         for key in keys:
             if (prefix := self._prefixes.pop(key, None)) is not None:
                 self._pool.release(prefix.pages)
                 self.states.release(prefix.state_held)
-                self._counts.subtract(prefix.pages)
-                for page in prefix.pages:
-                    if not self._counts[page]:
-                        del self._counts[page]
+                self._counts[prefix.pages] -= 1
 
 
 def identity_of(prompt: ModelInput, merge_unit: int) -> Identity:

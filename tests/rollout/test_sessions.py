@@ -89,7 +89,7 @@ def whole(config, between=None, **how):
 def assert_idle(serving):
     scheduler = serving._scheduler
     asyncio.run(serving.end_session("group"))
-    assert scheduler.pool.free == scheduler.pool.total and not len(scheduler.kept)
+    assert scheduler.pool.free == scheduler.pool.total and not scheduler.kept._prefixes
     assert scheduler.kept.states.free == scheduler.kept.states.total
 
 
@@ -123,7 +123,7 @@ async def new_weights(serving, turn, episodes):
     if turn in (1, 2):
         other = build(serving_config(serving), seed=2 - turn)
         await serving.update_weights(turn, models.split(other)[1])
-        assert not len(serving._scheduler.kept)
+        assert not serving._scheduler.kept._prefixes
         return other
 
 
@@ -346,7 +346,7 @@ class History:
         for session in {episode.session for episodes in self.asked.values() for episode in episodes}:
             scheduler.end_session(session)
         device.check()
-        assert scheduler.pool.free == scheduler.pool.total and not len(scheduler.kept)
+        assert scheduler.pool.free == scheduler.pool.total and not scheduler.kept._prefixes
         assert scheduler.kept.states.free == scheduler.kept.states.total
 
 
