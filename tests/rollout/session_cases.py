@@ -7,53 +7,53 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from rollout_cases import END, IMAGE, START, VIDEO, VL, Answer, collect
+from rollout_cases import VL, Answer, collect
 
+from models.config import DecoderConfig
 from models.inputs import ModelInput
 from models.processing.processor import pack_patches
 from models.qwen2_5_vl.positions import rope_index
 from rollout.engine import Engine, GenerateRequest, SamplingParams
 
-WORDS: dict[str, Any] = {"forbidden_ids": (IMAGE, VIDEO, START, END)}
 Part = tuple[Any, ...]  # ("text", ids), or ("image" or "video", grid, seed of the pixels)
 
 
 def text(length: int, seed: int) -> Part:
-    return "text", tuple(np.random.default_rng(seed).integers(0, IMAGE, length).tolist())
+    """Random text without special tokens."""
+    return "text", tuple(np.random.default_rng(seed).integers(8, 36, length).tolist())
 
 
-def conversation(parts: Sequence[Part]) -> ModelInput:
+def conversation(parts: Sequence[Part], config: DecoderConfig = VL) -> ModelInput:
     """The prompt of these parts. Equal media have equal pixels in all prompts."""
     ids: list[int] = []
     media = [part for part in parts if part[0] != "text"]
+    pads = {"image": config.image_token_id, "video": config.video_token_id}
     for kind, what, *_ in parts:
         if kind == "text":
             ids += what
         else:
-            ids += [START, *[IMAGE if kind == "image" else VIDEO] * (int(np.prod(what)) // 4), END]
+            ids += [config.vision_start_token_id, *[pads[kind]] * (int(np.prod(what)) // 4), config.vision_end_token_id]
     tokens, vision = np.asarray(ids, np.int32), None
-    grids = {kind: [grid for name, grid, _ in media if name == kind] for kind in ("image", "video")}
-    assert VL.vision is not None
+    grids = {kind: [grid for name, grid, _ in media if name == kind] for kind in pads}
     positions, following = rope_index(
         tokens,
         grids["image"],
         grids["video"],
         [0.5] * len(grids["video"]),
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
+        image_token_id=pads["image"],
+        video_token_id=pads["video"],
         spatial_merge_size=2,
-        tokens_per_second=VL.vision.tokens_per_second,
+        tokens_per_second=2,
     )
     index = np.full(len(tokens), -1, np.int32)
     if media:
-        pixels = [
-            np.random.default_rng(seed).normal(size=(int(np.prod(grid)), VL.vision.patch_values))
-            for _, grid, seed in media
-        ]
+        assert config.vision is not None
+        width = config.vision.patch_values
+        pixels = [np.random.default_rng(seed).normal(size=(int(np.prod(grid)), width)) for _, grid, seed in media]
         vision, order = pack_patches(
-            np.concatenate(pixels).astype(np.float32), [grid for _, grid, _ in media], VL.vision
+            np.concatenate(pixels).astype(np.float32), [grid for _, grid, _ in media], config.vision
         )
-        index[(tokens == IMAGE) | (tokens == VIDEO)] = order
+        index[np.isin(tokens, list(pads.values()))] = order
     return ModelInput(tokens, positions, index, following, vision)
 
 
@@ -65,15 +65,17 @@ class Episode:
     number: int
     parts: list[Part]
     seed: int = 0
+    config: DecoderConfig = VL
     turns: int = 0
-    prefilled: int = 0  # tokens of all prompts so far
 
     def request(self, rid: str, n: int = 1, session: bool = True, **how: Any) -> GenerateRequest:
         """The request for the next turn; without a session, the whole history is computed."""
-        sampling = SamplingParams(**{"max_new_tokens": 9, "temperature": 0.0, **WORDS, **how})
+        config = self.config
+        never = config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id
+        sampling = SamplingParams(**{"max_new_tokens": 9, "temperature": 0.0, "forbidden_ids": never, **how})
         samples = tuple(range(n)) if n > 1 else (self.number,)
-        name = self.session if session else ""
-        return GenerateRequest(rid, conversation(self.parts), sampling, n, self.seed, (), samples, 0, name)
+        prompt, name = conversation(self.parts, config), self.session if session else ""
+        return GenerateRequest(rid, prompt, sampling, n, self.seed, (), samples, 0, name)
 
     def add(self, answer: Answer, *observation: Part) -> None:
         self.parts += [("text", answer.ids), *observation]
