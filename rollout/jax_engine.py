@@ -39,7 +39,7 @@ from . import turns
 from .device import DeviceState, NewTokens, decode_program
 from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from .engine_weights import EngineLayout
-from .jobs import Flight, Job
+from .in_flight import Flight, Job
 from .requests import EngineLimits, Mailbox, TokenStream
 from .scheduler import Delivery, Scheduler
 from .slots import PAGE_TOKENS, DecodeRound, doubling, pages_for

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
-from .jobs import Flight, Job, RunningSample
+from .in_flight import Flight, Job, RunningSample
 from .requests import EngineLimits, checked, ended_before
 from .sessions import KeptPages, identity_of, with_response, without_media
 from .slots import PAGE_TOKENS, PagePool, SlotTable

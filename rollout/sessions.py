@@ -115,13 +115,11 @@ def identity_of(prompt: ModelInput, merge_unit: int) -> Identity:
     media have equal names in all prompts."""
     name_T = np.zeros(len(prompt), np.int64)
     if prompt.vision is not None:
-        tokens, features = prompt.shown
-        edges = [edge // merge_unit for edge in _whole_features(prompt, merge_unit)]
-        for first, following in itertools.pairwise(edges):
-            inside = (features >= first) & (features < following)
-            if inside.any():
-                part = cut(prompt.vision, first * merge_unit, following * merge_unit)
-                name_T[tokens[inside]] = features[inside].astype(np.int64) - first + _name(part)
+        edges, (tokens, features) = _whole_features(prompt, merge_unit), prompt.shown
+        names = np.array([_name(prompt.vision, *ends) for ends in itertools.pairwise(edges)], np.int64)
+        starts = np.array(edges[:-1]) // merge_unit
+        group = np.searchsorted(starts, features, side="right") - 1
+        name_T[tokens] = names[group] + features - starts[group]
     return np.concatenate([prompt.token_ids_T[None], prompt.positions_3T, name_T[None]]).astype(np.int64)
 
 
@@ -157,13 +155,12 @@ def _whole_features(prompt: ModelInput, merge_unit: int) -> list[int]:
     return [edge for edge in prompt.frame_edges if edge % merge_unit == 0]
 
 
-def _name(part: VisionInput) -> int:
+def _name(vision: VisionInput, start: int, stop: int) -> int:
     """A number for the content of some frame pairs: their layout, and their pixels or where these can be fetched."""
-    digest = hashlib.sha256()
-    frames_P, windows_P = (ids_P - ids_P.min() for ids_P in (part.frame_segments_P, part.window_segments_P))
-    for array in (part.positions_P2, frames_P, windows_P):
+    digest, patches_PX = hashlib.sha256(), vision.patches_PX[start:stop]
+    frames_P, windows_P = vision.frame_segments_P[start:stop], vision.window_segments_P[start:stop]
+    for array in (vision.positions_P2[start:stop], frames_P - frames_P[0], windows_P - windows_P.min()):
         digest.update(np.ascontiguousarray(array).data)
-    pieces = part.patches_PX.pieces if isinstance(part.patches_PX, ShadowTensor) else (part.patches_PX,)
-    for piece in pieces:
+    for piece in patches_PX.pieces if isinstance(patches_PX, ShadowTensor) else (patches_PX,):
         digest.update(np.ascontiguousarray(piece).data if isinstance(piece, np.ndarray) else repr(piece).encode())
     return 1 + int.from_bytes(digest.digest()[:NAME_BYTES], "big")

@@ -30,7 +30,7 @@ from models.shadow import ShadowTensor
 from sharding.kernels.runs import chunk_size, packed_runs
 
 from .cache import Context, PageWrites, Rows, StateWrites
-from .jobs import Job, RunningSample
+from .in_flight import Job, RunningSample
 from .programs import Starts
 from .requests import EngineLimits
 from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS, Scheduler
