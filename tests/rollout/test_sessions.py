@@ -198,10 +198,10 @@ def test_27_nothing_but_speed_depends_on_what_is_kept(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("groups", [False, True], ids=["at once", "by groups"])
-def test_26_media_of_kept_pages_are_not_fetched_again(monkeypatch, groups):
+@pytest.mark.parametrize("how", ["at once", "by groups", "one by one"])
+def test_26_media_of_kept_pages_are_not_fetched_again(monkeypatch, how):
     there = Elsewhere()
-    if groups:
+    if how == "by groups":
         monkeypatch.setattr(turns, "PREFILL_PATCHES", 16)
         monkeypatch.setattr(turns, "CHUNK_TOKENS", 16)
 
@@ -215,11 +215,12 @@ def test_26_media_of_kept_pages_are_not_fetched_again(monkeypatch, groups):
             tensors.append(ShadowTensor.of(ticket, patches_PX.shape, np.float32))
         return prompt.with_patches(np.concatenate(tensors))
 
-    serving = engine(build(VL), max_sequence_tokens=LONG, fetch=there.fetch)
+    slots = 1 if how == "one by one" else 16  # then the pixels of samples that wait are fetched ahead
+    serving = engine(build(VL), slots=slots, max_sequence_tokens=LONG, fetch=there.fetch)
     assert asyncio.run(play(serving, build(VL), shadow=shadow)) == whole(VL)[0]
-    assert len(there.tickets) <= 1.4 * len(set(there.tickets)), (
-        "an image within a page that is not full is needed again"
-    )
+    most = (1.8 if slots == 1 else 1.4) * len(set(there.tickets))
+    print("TICKETS", how, len(there.tickets), len(set(there.tickets)))
+    assert len(there.tickets) <= most, "only an image within a page that is not full is needed again"
 
 
 def test_28_a_token_is_the_same_if_its_medium_is():
@@ -348,6 +349,21 @@ class History:
         device.check()
         assert scheduler.pool.free == scheduler.pool.total and not scheduler.kept._prefixes
         assert scheduler.kept.states.free == scheduler.kept.states.total
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_27_kept_pages_are_dropped_before_samples_are_preempted(ahead):
+    device = PagedDevice(2, LONGEST + 16, ahead=ahead)
+    device.least_id = STOP + 1
+    scheduler = device.scheduler
+    for rid, limit in (("first", 40), ("second", 70)):
+        episode = Episode(rid, 0, [text(20, 1)])
+        device.submit(episode.request(rid, max_new_tokens=limit))
+        for seed in range(100):
+            if scheduler.jobs:
+                device.turn(seed)
+        assert {key[0] for key in scheduler.kept._prefixes} == {rid}
+    assert not scheduler.preemptions
 
 
 @pytest.mark.medium
