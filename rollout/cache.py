@@ -62,22 +62,22 @@ class Context:
 @dataclasses.dataclass(frozen=True)
 class KVCache:
     """Keys (rotated) and values of `C` pages of `S` tokens each, of the layers with attention. Entries that belong to
-    no sample are finite. `states` are the states `[L, slots, ...]` of the layers with states, or None if there are
-    none."""
+    no sample are finite. `states` are the states `[L, N, ...]` of the layers with states: one of each slot, then those
+    that are kept between turns. They are None if no layer has a state."""
 
     k_LCKSH: PyTree  # arrays; JAX also builds this class with shapes or shardings
     v_LCKSH: PyTree
     states: DeltaState | None = None
 
     @staticmethod
-    def shapes(text: TextConfig, pages: int, slots: int, dtype: DTypeLike) -> KVCache:
+    def shapes(text: TextConfig, pages: int, states: int, dtype: DTypeLike) -> KVCache:
         """The shapes of a model's cache. Heads come before tokens, so that a head's entries of a page are
         neighbours."""
         shape = len(text.attention_layers), pages, text.num_kv_heads, PAGE_TOKENS, text.head_dim
         rows = jax.ShapeDtypeStruct(shape, dtype)
         if (heads := text.delta) is None:
             return KVCache(rows, rows)
-        layer = jax.eval_shape(lambda: new_state(heads, slots, dtype))
+        layer = jax.eval_shape(lambda: new_state(heads, states, dtype))
         layers = len(text.delta_layers)
         return KVCache(rows, rows, jax.tree.map(lambda x: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype), layer))
 

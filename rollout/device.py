@@ -294,8 +294,9 @@ class DeviceState:
         return max(min(room) - sum(states), 0) // ((keys + values) // PAGE_TOKENS)
 
     def cache_shapes(self, pages: int) -> KVCache:
-        """A cache with this many pages, and states for all slots, as shapes with shardings."""
-        shapes = KVCache.shapes(self._text, pages, self.limits.slots, self.cache_dtype)
+        """A cache with this many pages, states for all slots, and kept states, as shapes with shardings."""
+        states = self.limits.slots + self.limits.kept_states
+        shapes = KVCache.shapes(self._text, pages, states, self.cache_dtype)
         places = jax.tree.unflatten(jax.tree.structure(shapes), self.rows)
         return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
 

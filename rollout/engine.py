@@ -43,6 +43,10 @@ class GenerateRequest:
     together. `samples` are the numbers `i`. A request for some samples of an earlier request repeats their numbers and
     the seed, and gets the same tokens. Once `need` samples have ended, the embedded engine aborts the other samples by
     itself; other engines wait for `Engine.abort`.
+
+    `session` names the conversation of a group: the prompt is the conversation so far. The engine may keep the keys and
+    values of a sample that has ended. The sample's next turn is then a request with the same session and the same
+    number in `samples`. If the prompt of the next turn begins with the kept tokens, only the other tokens are computed.
     """
 
     rid: str
@@ -53,6 +57,11 @@ class GenerateRequest:
     prefix_ids: tuple[tuple[int, ...], ...] = ()  # empty, or one tuple for each sample
     samples: tuple[int, ...] = ()  # empty: 0 .. n - 1; else `n` different numbers, none negative
     need: int = 0  # samples that the caller waits for; 0: all
+    session: str = ""  # empty: nothing is kept
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        return self.samples or range(self.n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +109,10 @@ class Engine(Protocol):
     async def abort(self, rid: str) -> None:
         """End a request (`rid`) or one sample of it (`rid/i`); its stream closes with `FinishReason.ABORT` chunks.
         Unknown and finished ids are ignored, since a sample may finish while its abort is on the way."""
+
+    async def end_session(self, session: str) -> None:
+        """Frees what is kept of a session (empty: of all sessions); unknown sessions are ignored. Nothing but speed
+        depends on what is kept, and other events may free it before."""
 
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
         """Serve `params` as `version` from the next token on. Running samples go on under the new weights. An engine

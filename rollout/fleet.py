@@ -217,6 +217,11 @@ class FleetEngine(Seat):
         if name in self._jobs and (sample.isdecimal() or not sample):
             self._jobs[name].abort([int(sample)] if sample else [])
 
+    @in_fleet
+    async def end_session(self, session: str) -> None:
+        for server in set(self.fleet.homes.pop(session, {}).values()):
+            self.fleet.begin(server.end_session(session))
+
     @property
     def _running(self) -> int:
         return sum(len(job.open) for job in list(self._jobs.values()))

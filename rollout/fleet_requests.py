@@ -87,9 +87,10 @@ class FleetJob:
     # --- servers --------------------------------------------------------------------------------
 
     async def _choose_server(self) -> Server | None:
-        """The usable server that lost the request least often; among equals a server of the seat, then the server with
-        the fewest open samples. Waits until a server is usable. Returns None if a sample is aborted meanwhile. Raises
-        EngineError if an awake, unpaused seat has no usable server for `start_seconds`."""
+        """The usable server that lost the request least often; among equals the server of the session's last turn, then
+        a server of the seat, then the server with the fewest open samples. Waits until a server is usable. Returns None
+        if a sample is aborted meanwhile. Raises EngineError if an awake, unpaused seat has no usable server for
+        `start_seconds`."""
         seat, patience = self._seat, self._fleet.options.start_seconds
         deadline = time.monotonic() + patience
         while True:
@@ -99,7 +100,8 @@ class FleetJob:
             if seat.paused or seat.asleep:
                 deadline = time.monotonic() + patience
             elif usable := [server for server in self._fleet.members if self._fits(server)]:
-                return min(usable, key=lambda s: (self.lost[s.name], s.seat is not seat, s.open, s.name))
+                home = self._home(min(server.open for server in usable))
+                return min(usable, key=lambda s: (self.lost[s.name], s is not home, s.seat is not seat, s.open, s.name))
             if time.monotonic() > deadline:
                 reasons = [server.state() for server in self._fleet.members if not server.seat.asleep]
                 raise EngineError(
@@ -107,6 +109,13 @@ class FleetJob:
                     f"{'; '.join(reasons) or 'all have left'}"
                 )
             await self._fleet.news()
+
+    def _home(self, least: int) -> Server | None:
+        """The server that has the conversation up to this turn. Returns None if the server is full and another server,
+        which has the `least` open samples, is not."""
+        homes = self._fleet.homes.get(self._request.session, {})
+        home = homes.get(self._request.numbers[min(self.open)])
+        return None if home is None or home.open >= self._fleet.limits.slots > least else home
 
     def _fits(self, server: Server) -> bool:
         """Says whether the server can take the request, and has weights no older than those of the seat."""
@@ -120,6 +129,9 @@ class FleetJob:
         either way."""
         attempt = Attempt(server, {sample: SampleReply(uuid.uuid4().hex) for sample in sorted(self.open)})
         server.begin(attempt)  # before any wait: other requests look for the least loaded server
+        if self._request.session:
+            homes = self._fleet.homes.setdefault(self._request.session, {})
+            homes |= {self._request.numbers[sample]: server for sample in attempt.replies}
         tasks = [asyncio.ensure_future(self._collect(attempt)), asyncio.ensure_future(server.down.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

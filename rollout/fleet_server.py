@@ -80,6 +80,9 @@ class FleetState:
     def __post_init__(self) -> None:
         self.members: list[Server] = []
         self.fatal: Exception | None = None  # an error that no restart can mend
+        self.homes: dict[
+            str, dict[int, Server]
+        ] = {}  # by session and number of the sample: the server of the last turn
         self._changed = asyncio.Event()  # replaced each time it is set
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -354,6 +357,11 @@ class Server:
         self.up = False
         self.down.set()
         self._fleet.tell()
+
+    async def end_session(self, session: str) -> None:
+        """Has the server free what it keeps of a session. A server that does not will free it for other samples."""
+        with contextlib.suppress(EngineError):
+            await self.client.end_session(session)
 
     # --- weights --------------------------------------------------------------------------------
 

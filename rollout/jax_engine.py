@@ -39,8 +39,9 @@ from . import turns
 from .device import DeviceState, NewTokens, decode_program
 from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from .engine_weights import EngineLayout
+from .in_flight import Flight, Job
 from .requests import EngineLimits, Mailbox, TokenStream
-from .scheduler import Delivery, Flight, Job, Scheduler
+from .scheduler import Delivery, Scheduler
 from .slots import PAGE_TOKENS, DecodeRound, doubling, pages_for
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class JaxEngine:
     count with `UNKNOWN_MEMORY` bytes. A round decodes `steps_per_sync` tokens of each sample; 0: a number that suits
     devices and samples (`EngineLimits.pace`). `ahead` says whether turns are dispatched ahead (None: not on CPUs).
     `compute_dtype` casts new weights (None: weights keep their dtype). `devices` compute together: 1, 2, 4, ... of this
-    process; None: its first device. `model` may be abstract; the first `update_weights` then brings the weights.
+    process; None: its first device. `model` may be abstract; the first `update_weights` then brings the weights. A
+    model with Gated DeltaNet keeps `kept_states` states between the turns of sessions (0: turns compute their history).
     Several threads call `fetch` for prompts without pixels (`models.shadow`); a failure of `fetch` loses the request.
     """
 
@@ -83,15 +85,16 @@ class JaxEngine:
         ahead: bool | None = None,
         kv_tokens: int = 0,
         kv_fraction: float = 0.5,
+        kept_states: int = 0,
         compute_dtype: DTypeLike | None = None,
         devices: Sequence[Device] | None = None,
         version: int = 0,
         fetch: Fetch | None = None,
     ) -> None:
         sizes = {"slots": slots, "max_sequence_tokens": max_sequence_tokens}
-        if min(sizes.values()) < 1 or steps_per_sync < 0:
+        if min(sizes.values()) < 1 or min(steps_per_sync, kept_states) < 0:
             raise EngineError(
-                f"all of these must be positive: {sizes}; steps_per_sync={steps_per_sync} must not be negative"
+                f"all of these must be positive: {sizes}; {steps_per_sync=} and {kept_states=} must not be negative"
             )
         if kv_tokens < 0 or not 0 < kv_fraction <= 1:
             raise EngineError(
@@ -104,6 +107,7 @@ class JaxEngine:
             **EngineLimits.pace(layout.devices[0], steps_per_sync, ahead),
             small_model=jax.default_backend() != "cpu" or parameter_count(model) <= turns.SMALL_MODEL,
             kv_tokens=kv_tokens,
+            kept_states=kept_states if model.config.text.delta is not None else 0,
             shadows=fetch is not None,
         )
         self._kv_fraction, self._kv_given = kv_fraction, kv_tokens  # kv_tokens 0: `_size_cache` determines the size
@@ -178,6 +182,10 @@ class JaxEngine:
         if not self._turn.locked():  # otherwise the holder of `_turn` reaps
             self._deliver(self._scheduler.reap())
 
+    async def end_session(self, session: str) -> None:
+        self._attach()
+        self._scheduler.end_session(session)
+
     async def between_turns(self, work: Callable[[], Result], /) -> Result:
         """Calls `work` in the engine's thread while no turn is in flight, and returns its result, so that another model
         can compute on the engine's devices. Callers get the device in the order of their calls."""
@@ -232,6 +240,7 @@ class JaxEngine:
                     f"{len(self._scheduler.waiting)} waiting; abort them first"
                 )
             if layout != self._device.layout:
+                self._scheduler.invalidate()
                 await self._in_thread(self._device.move, layout)
                 self._limits = dataclasses.replace(self._limits, kv_tokens=self._kv_given)
 

@@ -51,7 +51,7 @@ class EngineArrays:
     def round(self, size: int, sampling: SamplingParams) -> DecodeRound:
         """The input of the decode program for a round of `size` samples with this sampling."""
         limits, slots = self._state.limits, list(range(size))
-        table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages)
+        table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages, limits.kept_states)
         table.assign(GenerateRequest("", text_input([0]), sampling), slots, slots, [()] * size)
         return table.round(np.arange(size), size, limits.round_tokens, limits.round_tokens)
 

@@ -50,6 +50,7 @@ class EngineLimits:
     kv_tokens: int = 0  # tokens of the cache; 0: all slots at full length
     shadows: bool = False  # patches may be shadow tensors, which the engine fetches
     recurrent: bool = False  # some layers have states, which no page holds
+    kept_states: int = 0  # states that are kept between the turns of sessions; 0: such layers compute the whole history
 
     @staticmethod
     def of(config: DecoderConfig, slots: int, max_sequence_tokens: int, **more: Any) -> EngineLimits:
@@ -121,7 +122,9 @@ def _checked(request: GenerateRequest, limits: EngineLimits) -> GenerateRequest:
     if samples and (len(set(samples)) != n or len(samples) != n or min(samples) < 0):
         raise ValueError(f"samples={_shown(samples)} must be n={n} different numbers, none of them negative")
     seed, need = as_integer("seed", request.seed, None, None), as_integer("need", request.need, 0, n)
-    return GenerateRequest(request.rid, prompt, sampling, n, seed, prefixes, samples, need)
+    if not isinstance(request.session, str):
+        raise ValueError(f"session must be a string, not {_shown(request.session)}")
+    return GenerateRequest(request.rid, prompt, sampling, n, seed, prefixes, samples, need, request.session)
 
 
 def ended_before(ids: Sequence[int], sampling: SamplingParams) -> FinishReason | None:

@@ -16,7 +16,6 @@ If a turn of a single request fails, the request is lost. If a turn of several r
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Iterator
@@ -25,91 +24,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
+from .in_flight import Flight, Job, RunningSample
 from .requests import EngineLimits, checked, ended_before
+from .sessions import KeptPages, identity_of, with_response, without_media
 from .slots import PAGE_TOKENS, PagePool, SlotTable
 
 if TYPE_CHECKING:
-    from .prompt_pixels import PromptFeatures
+    from models.inputs import ModelInput
 
 PREFILL_TOKENS = 4096  # the most tokens of a turn of starts, unless a prompt that can't be cut has more
 LONGER = 4  # ratio of one length of rounds to the next shorter length
 CHUNK_TOKENS = 2048  # the most tokens of one prompt or sample in one prefill; a multiple of a page
-
-
-@dataclasses.dataclass(eq=False)
-class RunningSample:
-    """One response in the making. `slot` is -1 while the sample waits, and after it ended. Until the sample is started,
-    `rollout.turns` sets `place` to the sample's prefill batch and its `Place` in that batch."""
-
-    job: Job
-    index: int
-    slot: int = -1
-    pages: list[int] = dataclasses.field(default_factory=list)  # the pages of its cache entries, in order
-    # The number of cache entries, in full pages, that chunks have written. The slot has the state after these entries.
-    filled: int = 0
-    place: Any = None
-    aborted: bool = False
-    ended: bool = False
-    preemptions: int = 0
-
-    @property
-    def waiting(self) -> bool:
-        """Says whether the sample has no pages, and is neither ended nor aborted."""
-        return not (self.pages or self.ended or self.aborted)
-
-    def forget_context(self) -> None:
-        """Drops a prefill that has read pages of the prompt, because these pages were freed."""
-        if self.place is not None and self.place[1].skip:
-            self.place = None
-
-    @property
-    def age(self) -> tuple[bool, int, int]:
-        """The sort key of the order in which samples get pages; the last sample loses pages first."""
-        return not self.job.suspect, self.job.number, self.index
-
-    @property
-    def written(self) -> int:
-        """The number of cache entries, from the first on and in full pages, that are written before the start."""
-        return max(self.filled, self.job.filled) if self.pages else 0
-
-
-@dataclasses.dataclass(eq=False)
-class Job:
-    """A request in flight. `sink` gets the chunks."""
-
-    request: GenerateRequest
-    sink: Any = None
-    samples: list[RunningSample] = dataclasses.field(default_factory=list)
-    number: int = 0  # grows in the order of submission, or of seeds (`by_seed`)
-    suspect: bool = False  # a turn that this job shared with other jobs failed
-    pages: list[int] = dataclasses.field(default_factory=list)  # the prompt's full pages, while any sample has them
-    filled: int = 0  # written entries of these pages; a multiple of a page
-    features: PromptFeatures | None = None  # features of its images and videos, kept between the chunks of its prompt
-
-    @property
-    def open(self) -> bool:
-        return any(not sample.ended for sample in self.samples)
-
-    def end_surplus(self) -> None:
-        """If as many samples as the request needs have ended, marks all other samples as aborted, for `reap`."""
-        need = self.request.need
-        if need and sum(sample.ended and not sample.aborted for sample in self.samples) >= need:
-            for sample in self.samples:
-                sample.aborted = sample.aborted or not sample.ended
-
-    def prefix(self, index: int) -> tuple[int, ...]:
-        return self.request.prefix_ids[index] if self.request.prefix_ids else ()
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Flight:
-    """A turn that was dispatched, and the samples that get its tokens when the tokens are read."""
-
-    jobs: list[Job]  # jobs that the turn served
-    samples: dict[int, RunningSample]  # by slot
-    decodes: bool  # the turn is a round
-    version: int  # of the weights
-    tokens: Any = None  # `rollout.device.Unread`
 
 
 Delivery = tuple[Job, TokenChunk]
@@ -134,7 +59,8 @@ class Scheduler:
         """Sets the number of pages, while there are no requests."""
         self.limits = limits
         self.pool = PagePool(limits.pages)
-        self.table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages)
+        self.kept = KeptPages(self.pool, PagePool(limits.kept_states))
+        self.table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages, limits.kept_states)
 
     @property
     def running(self) -> int:
@@ -147,7 +73,10 @@ class Scheduler:
         if request.rid in self.jobs:
             raise EngineError(f"request {request.rid!r}: a request of this id is already in flight")
         self._submitted += 1
-        job = self.jobs[request.rid] = Job(request, sink, number=self._submitted)
+        job = Job(request, request.prompt, sink, number=self._submitted, session=request.session)
+        self.jobs[request.rid] = job
+        if job.session and (self.limits.kept_states or not self.limits.recurrent):
+            job.identity_5T = identity_of(request.prompt, self.limits.merge_unit)
         job.samples = [RunningSample(job, index) for index in range(request.n)]
         done: list[Delivery] = []
         for sample in job.samples:
@@ -222,17 +151,61 @@ class Scheduler:
 
     def _give(self, sample: RunningSample, wanted: int, spare: int) -> bool:
         """Gives a sample its first `wanted` pages and returns True, if `spare` further pages are free."""
-        job, shared = sample.job, len(sample.job.request.prompt) // PAGE_TOKENS
-        if self.pool.free < wanted - len(job.pages) + spare:
+        job, shared = sample.job, len(sample.job.prompt) // PAGE_TOKENS
+        begun, state = (job.pages, -1) if job.holders else self._kept_of(job)
+        self.pool.share(begun)  # before room is made, so that these pages are not given away
+        if not self.kept.fits(wanted - len(begun) + spare):
+            self.pool.release(begun)
             return False
-        if job.pages:
-            self.pool.share(job.pages)
-        else:
-            job.pages = self.pool.take(shared)
+        if state >= 0:
+            self.kept.states.share([state])
+            job.state, job.state_tokens = state, len(begun) * PAGE_TOKENS
+            sample.filled, sample.from_kept = job.state_tokens, True
+        self.kept.make_room(wanted - len(begun))
+        if not job.holders:
+            job.pages, job.filled = begun + self.pool.take(shared - len(begun)), len(begun) * PAGE_TOKENS
+            if begun:
+                job.prompt = without_media(job.prompt, job.filled, self.limits.merge_unit)
+        job.holders += 1
         sample.pages = job.pages + self.pool.take(wanted - shared)
         self.table.place(sample.slot, sample.pages)
         self._pageless.discard(sample)
         return True
+
+    def _kept_of(self, job: Job) -> tuple[list[int], int]:
+        """The kept pages with which the pages of a job can begin, and the kept state behind them (-1: none). A group
+        does not go on from a state, since a sample that is preempted alone would need the media before the state."""
+        if job.identity_5T is None or (self.limits.recurrent and job.request.n > 1):
+            return [], -1
+        return self.kept.match(job.request.session, job.request.numbers, job.identity_5T)
+
+    def keeps_state(self, job: Job) -> bool:
+        """Says whether a state behind the prompt of a job is to be kept."""
+        return self.limits.recurrent and job.identity_5T is not None
+
+    def new_state(self, job: Job, tokens: int) -> list[int]:
+        """Takes a kept state for the state behind the first tokens of a job, in place of the job's earlier kept state.
+        Returns the number of its row in the cache, or nothing if all kept states belong to other jobs."""
+        self._release_state(job)
+        job.state = self.kept.take_state()
+        if job.state < 0:
+            return []
+        job.state_tokens = tokens
+        return [self.limits.slots + job.state]
+
+    def _release_state(self, job: Job) -> None:
+        if job.state >= 0:
+            self.kept.states.release([job.state])
+        job.state, job.state_tokens = -1, 0
+
+    def state_row(self, sample: RunningSample) -> int:
+        """The row of the cache's states from which the next prefill of a sample goes on."""
+        return self.limits.slots + sample.job.state if sample.from_kept else sample.slot
+
+    def prompt_to_compute(self, job: Job) -> ModelInput:
+        """A job's prompt without the media that are shown only in kept pages."""
+        begun, _ = ([], -1) if job.holders else self._kept_of(job)
+        return without_media(job.prompt, len(begun) * PAGE_TOKENS, self.limits.merge_unit) if begun else job.prompt
 
     def _round_steps(self, slots_B: np.ndarray) -> int:
         """The most tokens of a sample in the next round: more than `steps_per_sync` only if no sample waits."""
@@ -242,7 +215,7 @@ class Scheduler:
         most = min(limits.longest_round, int((table.limit_N - table.tokens_N)[slots_B].min()))
 
         def fits(steps: int) -> bool:
-            return int(table.missing_pages(slots_B, steps).sum()) <= self.pool.free
+            return self.kept.fits(int(table.missing_pages(slots_B, steps).sum()))
 
         if not limits.ahead:  # a CPU would also compute the rows of samples that a stop id has ended
             known = limits.small_model and not (table.stop_ids_NI[slots_B] >= 0).any()
@@ -252,17 +225,18 @@ class Scheduler:
         return steps
 
     def _make_room(self, unread: bool) -> bool:
-        """Gives each sample in the cache the pages for the tokens of a round, the oldest first. Returns False, without
-        giving pages, if samples would be preempted while tokens are `unread`."""
+        """Gives each sample in the cache the pages for the tokens of a round, the oldest first. Kept pages are dropped
+        before samples are preempted. Returns False, without giving pages, if samples would be preempted while tokens
+        are `unread`."""
         slots_B = self.to_decode()
         self.steps = steps = self._round_steps(slots_B)
         wanted_B, missing_B = self.table.wanted_pages(slots_B, steps), self.table.missing_pages(slots_B, steps)
-        if unread and missing_B.sum() > self.pool.free:
+        if unread and not self.kept.fits(int(missing_B.sum())):
             return False
         short_B = missing_B > 0
         growing = [(self.occupant[slot], int(n)) for slot, n in zip(slots_B[short_B], wanted_B[short_B], strict=True)]
         for sample, wanted in sorted(((s, n) for s, n in growing if s is not None), key=lambda pair: pair[0].age):
-            while sample.pages and self.pool.free < wanted - len(sample.pages):
+            while sample.pages and not self.kept.make_room(wanted - len(sample.pages)):
                 holders = (holder for holder in self.occupant if holder is not None and holder.pages)
                 self._preempt(max(holders, key=lambda holder: holder.age))
             if sample.pages:
@@ -278,13 +252,16 @@ class Scheduler:
     def _release(self, sample: RunningSample) -> None:
         """Takes a sample's pages away; pages of its prompt are freed with their last holder."""
         job = sample.job
+        job.holders -= bool(sample.pages)
         self.pool.release(sample.pages)
-        sample.pages, sample.filled, sample.place = [], 0, None
+        sample.pages, sample.filled, sample.place, sample.from_kept = [], 0, None, False
         self.table.pages_N[sample.slot] = 0
         self.cached_N[sample.slot] = False
         self._pageless.add(sample)
-        if job.pages and not self.pool.holders[job.pages[0]]:
-            job.pages, job.filled, job.features = [], 0, None
+        if not job.holders:
+            self._release_state(job)
+        if job.pages and not job.holders:
+            job.pages, job.filled, job.features, job.prompt = [], 0, None, job.request.prompt
             for sibling in job.samples:
                 sibling.forget_context()
 
@@ -321,7 +298,7 @@ class Scheduler:
         """The tokens to compute before a sample starts. Tokens of the prompt count for the `first` sample only."""
         if sample.place is not None:
             return 0
-        prompt = len(sample.job.request.prompt)
+        prompt = len(sample.job.prompt)
         return prompt + self.response_tokens(sample) - max(self.computed(sample), 0 if first else prompt)
 
     def computed(self, sample: RunningSample) -> int:
@@ -404,9 +381,27 @@ class Scheduler:
             chunk = TokenChunk(job.request.rid, index, *new, finish, sample.preemptions)
             deliveries.append((job, chunk))
             if finish is not None:
+                if finish is not FinishReason.ABORT:
+                    self._keep(sample)
                 self._end(sample)
                 job.end_surplus()
         return deliveries
+
+    def _keep(self, sample: RunningSample) -> None:
+        """Keeps the pages of a sample that ends. The keys and values of the last token are not computed."""
+        job = sample.job
+        if not job.session or job.identity_5T is None:
+            return
+        identity_5T = with_response(job.identity_5T, job.prompt, self.response(sample)[:-1])
+        if self.limits.recurrent:
+            identity_5T = identity_5T[:, : job.state_tokens]
+        self.kept.keep(job.session, job.request.numbers[sample.index], sample.pages, identity_5T, job.state)
+
+    def end_session(self, session: str) -> None:
+        """Drops what is kept of a session (empty: of all). Samples of the session that still run keep nothing."""
+        self.kept.end(session)
+        for job in self.jobs.values():
+            job.session = "" if job.session == session else job.session
 
     def _end(self, sample: RunningSample) -> None:
         self._free(sample)
@@ -447,13 +442,15 @@ class Scheduler:
         """Forgets the cache, as after a change of weights, and unread tokens, so that running samples must be started
         again."""
         self.table.unread_N[:] = 0
+        self.kept.end("")
         for sample in filter(None, self.occupant):
             self._release(sample)
         for sample in self.waiting:
             sample.place = None
 
     def clear(self) -> list[Job]:
-        """Drops all jobs; returns them."""
+        """Drops all jobs and kept pages; returns the jobs."""
+        self.kept.end("")
         return self.drop(list(self.jobs.values()))
 
     def drop(self, jobs: list[Job]) -> list[Job]:

@@ -58,6 +58,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                         help="tokens that the cache holds (default: as the memory allows)")  # fmt: skip
     engine.add_argument("--steps-per-sync", type=number(int, 0), default=0, metavar="N",
                         help="tokens of a sample in a round (default 0: 4 to 64, on CPUs to 16)")  # fmt: skip
+    engine.add_argument("--kept-states", type=number(int, 0), default=0, metavar="N",
+                        help="states that Gated DeltaNet keeps between turns of sessions (default 0)")  # fmt: skip
     engine.add_argument("--tp", type=count, default=1, metavar="N",
                         help="devices that compute together: 1, 2, 4, ... (default 1)")  # fmt: skip
     engine.add_argument("--dtype", choices=["float32", "bfloat16"],
@@ -94,6 +96,7 @@ def run(options: argparse.Namespace) -> None:
             max_sequence_tokens=options.max_sequence_tokens,
             steps_per_sync=options.steps_per_sync,
             kv_tokens=options.kv_tokens or 0,
+            kept_states=options.kept_states,
             compute_dtype=dtype,
             devices=devices[: options.tp],
             version=int(options.weight_version),

@@ -74,6 +74,7 @@ class RolloutServer:
             ("/abort_request", self._abort_request, "POST"),
             ("/pause_generation", self._pause, "POST"),
             ("/continue_generation", self._continue, "POST"),
+            ("/end_session", self._end_session, "POST"),
             ("/release_memory_occupation", self._release_memory, "GET", "POST"),
             ("/resume_memory_occupation", self._resume_memory, "GET", "POST"),
             ("/flush_cache", self._flush_cache, "GET", "POST"),
@@ -150,6 +151,13 @@ class RolloutServer:
         await self._engine.resume(by_seed=True)  # requests over a network arrive in any order
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
+    async def _end_session(self, request: Request) -> Response:
+        session = read_json_object(await request.body()).get("session_id")
+        if not isinstance(session, str) or not session:
+            raise BadRequest("session_id must be a string that is not empty")
+        await self._engine.end_session(session)
+        return Response()
+
     # --- memory ---------------------------------------------------------------------------------
 
     async def _release_memory(self, request: Request) -> Response:
@@ -164,7 +172,8 @@ class RolloutServer:
         return JSONResponse(None)
 
     async def _flush_cache(self, request: Request) -> Response:
-        return PlainTextResponse("Cache flushed.\n")  # only running samples have a cache
+        await self._engine.end_session("")
+        return PlainTextResponse("Cache flushed.\n")
 
     # --- state and settings of the server ---------------------------------------------------------
 

@@ -58,6 +58,7 @@ class Body:
     samples: tuple[BodySample, ...]
     batch: bool  # the reply is a list, and events have an index
     stream: bool
+    session: str  # as in `GenerateRequest`
 
 
 def read_json_object(raw: bytes) -> Json:
@@ -88,7 +89,10 @@ def read_body(raw: bytes, vocabulary: int, eos_ids: tuple[int, ...]) -> Body:
         samples.append(_sample(place, tokens, given, seed, vocabulary, eos_ids))
     if len({sample.rid for sample in samples}) < n:
         raise BadRequest("rid: two samples have the same one")
-    return Body(tuple(samples), batch, content.get("stream") is True)
+    session = content.get("session_id") or ""
+    if not isinstance(session, str):
+        raise BadRequest("session_id must be a string")
+    return Body(tuple(samples), batch, content.get("stream") is True, session)
 
 
 def _column(content: Json, name: str, n: int, batch: bool) -> Sequence[Any]:
@@ -194,6 +198,7 @@ def requests_of(
             seed=first.seed,
             prefix_ids=tuple(sample.ids[len(sample.ids) - sample.begun :] for sample in samples),
             samples=tuple(sample.number for sample in samples),
+            session=body.session,
         )
         incoming.append((request, places))
     return incoming

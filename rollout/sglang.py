@@ -78,6 +78,10 @@ class ServerClient:
         """Ends all samples whose ids begin with `rid`. No id should therefore be the beginning of another id."""
         await self._order("/abort_request", {"rid": rid})
 
+    async def end_session(self, session: str) -> None:
+        """Frees what `rollout.serve` keeps of a session. SGLang, whose cache drops old prefixes itself, refuses."""
+        await self._order("/end_session", {"session_id": session})
+
     async def pause(self, mode: PauseMode) -> None:
         """Stops generating. `abort` ends running samples; `retract` drops their cache, so that it is computed again;
         `in_place` keeps their cache. Requests sent meanwhile wait."""

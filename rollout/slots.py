@@ -123,8 +123,9 @@ class DecodeRound:
 class SlotTable:
     """The tables of `N` slots on the host, in a cache of `pages` pages; entries of free slots are stale."""
 
-    def __init__(self, slots: int, max_sequence_tokens: int, pages: int) -> None:
+    def __init__(self, slots: int, max_sequence_tokens: int, pages: int, kept_states: int = 0) -> None:
         self.no_page = pages  # out of range: entries of this page are dropped
+        self.no_slot = slots + kept_states  # out of range: the cache has the kept states behind those of the slots
         self.page_NC = np.full((slots, pages_for(max_sequence_tokens)), pages, np.int32)  # pages of a slot's entries
         self.pages_N = np.zeros(slots, np.int32)  # the number of valid pages in a row of `page_NC`; 0: all are stale
         self.prompt_N = np.zeros(slots, np.int32)  # tokens of the prompt
@@ -155,7 +156,7 @@ class SlotTable:
         self.top_p_N[slots] = sampling.top_p
         self.top_k_N[slots] = sampling.top_k
         self.seed_N2[slots] = seed_words(request.seed)
-        self.sample_N[slots] = [request.samples[i] for i in samples] if request.samples else samples
+        self.sample_N[slots] = [request.numbers[i] for i in samples]
         self.stop_ids_NI = _with_ids(self.stop_ids_NI, slots, sampling.stop_ids)
         self.forbidden_ids_NI = _with_ids(self.forbidden_ids_NI, slots, sampling.forbidden_ids)
 
@@ -238,7 +239,7 @@ class SlotTable:
 
     def padded(self, slots: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
         """The slots, filled up to `size` with a slot out of range."""
-        return np.pad(np.asarray(slots, np.int32), (0, size - len(slots)), constant_values=len(self.pages_N))
+        return np.pad(np.asarray(slots, np.int32), (0, size - len(slots)), constant_values=self.no_slot)
 
 
 def _trimmed(ids_BI: np.ndarray) -> np.ndarray:

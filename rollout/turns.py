@@ -30,9 +30,10 @@ from models.shadow import ShadowTensor
 from sharding.kernels.runs import chunk_size, packed_runs
 
 from .cache import Context, PageWrites, Rows, StateWrites
+from .in_flight import Job, RunningSample
 from .programs import Starts
 from .requests import EngineLimits
-from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS, Job, RunningSample, Scheduler
+from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS, Scheduler
 from .slots import PAGE_TOKENS, DecodeRound, doubling, geometric, pages_for
 
 if TYPE_CHECKING:
@@ -149,8 +150,8 @@ def _cut(
     scheduler: Scheduler, job: Job, samples: list[RunningSample]
 ) -> tuple[StartPlan, list[tuple[Prefix, list[RunningSample]]]]:
     """The next chunks of a job's samples, and the prefixes that can start without a chunk, with their samples."""
-    prompt, chunks = job.request.prompt, []
-    P, media = len(prompt), _media_end(prompt)
+    prompt, chunks = job.prompt, []
+    P, media = len(prompt), _media_end(prompt, _grouped(scheduler, job))
     rid, fork = job.request.rid, _last_boundary(prompt)
     alone: list[tuple[Prefix, list[RunningSample]]] = []
     together: list[RunningSample] = []
@@ -165,14 +166,14 @@ def _cut(
             context = tuple(sample.pages[: done // PAGE_TOKENS])
             last = part(prompt, scheduler.response(sample), done, end)
             features = _features(scheduler, job, last, end)
-            prefix = Prefix(last, (np.zeros(0, np.int32),), context, sample.slot, rid, features)
+            prefix = Prefix(last, (np.zeros(0, np.int32),), context, scheduler.state_row(sample), rid, features)
             alone.append((prefix, [sample]))
         elif not together or scheduler.computed(together[0]) == done:  # samples with another state start later
             together.append(sample)
     if not together:
         return chunks, alone
     # At least one token is computed, since the next token is sampled from its hidden state.
-    skip, slot = min(scheduler.computed(together[0]), fork), together[0].slot
+    skip, state = min(scheduler.computed(together[0]), fork), scheduler.state_row(together[0])
     most = skip + max(CHUNK_TOKENS, media - skip) - P
     begun = sum(scheduler.response_tokens(sample) for sample in together)
     for sample in job.samples:
@@ -186,7 +187,7 @@ def _cut(
     context = tuple(job.pages[: skip // PAGE_TOKENS])
     rest = part(prompt, np.zeros(0, np.int32), skip, P)
     responses, features = tuple(map(scheduler.response, together)), _features(scheduler, job, rest, P)
-    return chunks, [*alone, (Prefix(rest, responses, context, slot, rid, features), together)]
+    return chunks, [*alone, (Prefix(rest, responses, context, state, rid, features), together)]
 
 
 def _last_boundary(prompt: ModelInput) -> int:
@@ -197,15 +198,17 @@ def _last_boundary(prompt: ModelInput) -> int:
 def _chunk_end(scheduler: Scheduler, sample: RunningSample, media: int) -> int:
     """The token before which a sample's next chunk ends; 0 if all tokens of the sample fit a start. If layers have
     states, a chunk ends where the samples of a prompt part. If several samples have response tokens, such a chunk
-    precedes their start even for a short prompt. Otherwise the row of each sample would repeat the prompt."""
+    precedes their start even for a short prompt. Otherwise the row of each sample would repeat the prompt. The state
+    behind such a chunk is kept for the next turn of a session."""
     job = sample.job
-    done, fork = scheduler.computed(sample), _last_boundary(job.request.prompt)
+    done, fork = scheduler.computed(sample), _last_boundary(job.prompt)
     stop = done + max(CHUNK_TOKENS, media - done)
-    stop = 0 if stop >= len(job.request.prompt) + scheduler.response_tokens(sample) else stop
+    stop = 0 if stop >= len(job.prompt) + scheduler.response_tokens(sample) else stop
     if not scheduler.limits.recurrent or done >= fork or media > fork:
         return stop
     begun = sum(scheduler.response_tokens(sibling) > 0 for sibling in scheduler.unstarted(job))
-    return min(stop or fork, fork) if stop or begun > 1 else 0
+    keeps = scheduler.keeps_state(job) and job.state_tokens < fork
+    return min(stop or fork, fork) if stop or begun > 1 or keeps else 0
 
 
 def by_groups(vision: VisionInput | None) -> bool:
@@ -213,11 +216,17 @@ def by_groups(vision: VisionInput | None) -> bool:
     return vision is not None and vision.num_patches > PREFILL_PATCHES
 
 
+def _grouped(scheduler: Scheduler, job: Job) -> bool:
+    """Says whether groups compute the features of a job. A prompt whose state is kept is cut at a page boundary, even
+    within an image, and the image is computed once for both parts."""
+    return by_groups(job.prompt.vision) or (job.prompt.vision is not None and scheduler.keeps_state(job))
+
+
 def _features(scheduler: Scheduler, job: Job, part: ModelInput, end: int) -> FeatureWork | None:
     """The features that `part`, which ends before token `end`, needs before its prefill; None if `part` needs no
     features, or if the prefill computes them itself. The job keeps features as long as later tokens need any."""
-    prompt, shown = job.request.prompt, job.request.prompt.shown[0]
-    if not by_groups(prompt.vision) or not len(shown):
+    prompt, shown = job.prompt, job.prompt.shown[0]
+    if not _grouped(scheduler, job) or not len(shown):
         return None
     from .prompt_pixels import FeatureWork, PromptFeatures
 
@@ -233,14 +242,14 @@ def pixels_ahead(scheduler: Scheduler) -> Iterator[ShadowTensor]:
 
     most = AHEAD_PATCHES
     for job in scheduler.upcoming():
-        prompt = job.request.prompt
+        prompt = scheduler.prompt_to_compute(job)
         if prompt.vision is None or not isinstance(prompt.vision.patches_PX, ShadowTensor):
             continue
         rest_T = prompt.feature_index_T[min(job.filled, (len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS) :]
         if not (rest_T >= 0).any():
             continue
         tensors: list[np.ndarray | ShadowTensor] = [prompt.vision.patches_PX]
-        if by_groups(prompt.vision):
+        if _grouped(scheduler, job):
             kept = job.features or PromptFeatures.of(prompt, scheduler.limits.merge_unit, PREFILL_PATCHES)
             tensors = list(map(kept.patches, kept.missing(rest_T)))
         for tensor in tensors:
@@ -251,16 +260,16 @@ def pixels_ahead(scheduler: Scheduler) -> Iterator[ShadowTensor]:
                 return
 
 
-def _media_end(prompt: ModelInput) -> int:
+def _media_end(prompt: ModelInput, grouped: bool) -> int:
     """The number of tokens up to the end of the page in which the last image or video ends; 0 without media, or if
     groups compute features."""
     tokens, _ = prompt.shown
-    return pages_for(int(tokens[-1]) + 1) * PAGE_TOKENS if len(tokens) and not by_groups(prompt.vision) else 0
+    return pages_for(int(tokens[-1]) + 1) * PAGE_TOKENS if len(tokens) and not grouped else 0
 
 
 def chunk_tokens(prompt: ModelInput) -> int:
     """The most tokens of one prefill from the beginning of a prompt."""
-    return max(CHUNK_TOKENS, _media_end(prompt))
+    return max(CHUNK_TOKENS, _media_end(prompt, by_groups(prompt.vision)))
 
 
 def part(prompt: ModelInput, response_T: np.ndarray, start: int, end: int) -> ModelInput:
@@ -288,17 +297,20 @@ def _chunk(scheduler: Scheduler, sample: RunningSample, part: ModelInput) -> Sta
     done, job = scheduler.computed(sample), sample.job
     context = tuple(sample.pages[: done // PAGE_TOKENS])
     features = _features(scheduler, job, part, done + len(part))
-    prefix = Prefix(part, (np.zeros(0, np.int32),), context, sample.slot, job.request.rid, features)
+    prefix = Prefix(part, (np.zeros(0, np.int32),), context, scheduler.state_row(sample), job.request.rid, features)
     batch, filled = _pack([prefix], scheduler.limits, 1), job.filled
     writes = _writes(scheduler, batch, [sample], [batch.places[0][0]])
     end = done + len(part)
     job.filled = max(filled, min(end, len(job.pages) * PAGE_TOKENS))
     followers = [sample]
-    if scheduler.limits.recurrent and end <= _last_boundary(job.request.prompt):
+    if scheduler.limits.recurrent and end <= _last_boundary(job.prompt):
         followers = [sibling for sibling in scheduler.unstarted(job) if sibling.pages and sibling.filled == done]
     for follower in followers:
-        follower.filled = end
-    writes = _with_states(scheduler, writes, followers, np.zeros(len(followers), np.int32))
+        follower.filled, follower.from_kept = end, False
+    states = [follower.slot for follower in followers]
+    if scheduler.keeps_state(job) and end == _last_boundary(job.prompt):
+        states += scheduler.new_state(job, end)
+    writes = _with_states(scheduler, writes, states, np.zeros(len(states), np.int32))
     return StartStep(batch, writes, np.zeros(0, np.int32))
 
 
@@ -307,7 +319,7 @@ def _start(scheduler: Scheduler, batch: PrefillBatch, samples: list[RunningSampl
     slots_B = np.array([sample.slot for sample in samples], np.int32)
     places: list[Place] = [sample.place[1] for sample in samples]
     writes = _writes(scheduler, batch, samples, places)
-    writes = _with_states(scheduler, writes, samples, np.array([place.row for place in places], np.int32))
+    writes = _with_states(scheduler, writes, slots_B.tolist(), np.array([place.row for place in places], np.int32))
     for sample in samples:
         sample.place = None
     row_B, prompt_B, start_B, response_B, _ = np.pad(np.array(places, np.int32), ((0, size - len(places)), (0, 0))).T
@@ -342,16 +354,13 @@ def _writes(scheduler: Scheduler, batch: PrefillBatch, samples: list[RunningSamp
     )
 
 
-def _with_states(
-    scheduler: Scheduler, writes: PageWrites, samples: list[RunningSample], row_B: np.ndarray
-) -> PageWrites:
+def _with_states(scheduler: Scheduler, writes: PageWrites, states: list[int], row_B: np.ndarray) -> PageWrites:
     limits = scheduler.limits
     if not limits.recurrent:
         return writes
-    size = doubling(len(samples), _least_rows(limits), limits.slots)
-    slot_B = scheduler.table.padded([sample.slot for sample in samples], size)
-    states = StateWrites(slot_B, np.pad(row_B, (0, size - len(row_B))))
-    return dataclasses.replace(writes, states=states)
+    size = doubling(len(states), _least_rows(limits), limits.slots)
+    slot_B = scheduler.table.padded(states, size)
+    return dataclasses.replace(writes, states=StateWrites(slot_B, np.pad(row_B, (0, size - len(row_B)))))
 
 
 def plan_round(scheduler: Scheduler) -> RoundPlan:
@@ -409,6 +418,7 @@ def plan(
     for index, prefix in enumerate(prefixes):
         lengths, _ = _layout(prefix, limits)
         more = prefix.prompt.vision.num_patches if prefix.prompt.vision is not None else 0
+        more = more if prefix.features is None else batch_patches + 1  # features belong to the only prompt of a batch
         B, T = _shape(rows + len(lengths), max(longest, *lengths), least_area)
         if members and (batch_tokens < B * T or patches + more > batch_patches):
             yield members, _pack([prefixes[i] for i in members], limits, least_area)

@@ -59,6 +59,7 @@ def request_body(request: GenerateRequest, rids: Mapping[int, str], config: Deco
         ],
         "return_logprob": True,
         "stream": True,
+        **({"session_id": request.session} if request.session else {}),
     }
     if prompt.vision is not None:
         for field, media in _media(prompt, config).items():
@@ -73,7 +74,7 @@ def request_body(request: GenerateRequest, rids: Mapping[int, str], config: Deco
 
 
 def _sampling_json(request: GenerateRequest, sample: int, begun: int, interval: int) -> Json:
-    sampling, number = request.sampling, request.samples[sample] if request.samples else sample
+    sampling, number = request.sampling, request.numbers[sample]
     return {
         "max_new_tokens": sampling.max_new_tokens - begun,
         "temperature": sampling.temperature,

@@ -100,6 +100,8 @@ class ScriptedEngine:
     async def abort(self, rid: str) -> None:
         self.aborted.append(rid)
 
+    async def end_session(self, session: str) -> None: ...
+
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
         await asyncio.sleep(0)
         self.version, self.params = version, params

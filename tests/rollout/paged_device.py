@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from rollout_cases import VL, VOCAB, Answer
+from rollout_cases import IMAGE, VIDEO, VL, VOCAB, Answer
 
 from rollout import scheduler as scheduling
 from rollout import turns
@@ -26,13 +26,16 @@ class PagedDevice:
     """Plays the engine's turns on pages of token ids; checks what they read, and the books between turns. `ahead`: the
     tokens of a turn are read after the next turn."""
 
-    def __init__(self, slots: int, kv_tokens: int = 0, recurrent: bool = False, ahead: bool = False) -> None:
+    def __init__(
+        self, slots: int, kv_tokens: int = 0, recurrent: bool = False, ahead: bool = False, kept_states: int = 0
+    ) -> None:
+        kinds = {"recurrent": recurrent, "kept_states": kept_states}
         self.limits = EngineLimits(
-            slots, LONGEST, VOCAB, VL.vision, STEPS, 5 * STEPS, ahead, kv_tokens=kv_tokens, recurrent=recurrent
+            slots, LONGEST, VOCAB, VL.vision, STEPS, 5 * STEPS, ahead, kv_tokens=kv_tokens, **kinds
         )
         self.unread: list[tuple[Flight, np.ndarray, np.ndarray, np.ndarray]] = []
         self.lengths: set[int] = set()  # of rounds
-        self.states: dict[int, list[int]] = {}  # by slot, the tokens that its state has read
+        self.states: dict[int, list[int]] = {}  # by row of the states, the tokens that the state has read
         self.least_id = STOP  # of new tokens
         self.scheduler, self.version = Scheduler(self.limits), 0
         self.cache = np.full((self.limits.pages, PAGE_TOKENS), -1)
@@ -105,7 +108,7 @@ class PagedDevice:
                     assert self.states[slot] == known[:-1]
                     self.states[slot] = [*known[:-1], *map(int, fresh)]
             assert batch.slot_B[: len(slots_B)].tolist() == slots_B.tolist()
-            assert (batch.slot_B[len(slots_B) :] == self.limits.slots).all()
+            assert (batch.slot_B[len(slots_B) :] == self.limits.slots + self.limits.kept_states).all()
             assert (batch.entries_BR[len(slots_B) :] >= self.cache.size).all()
         self.unread.append((scheduler.dispatched(slots_B, self.version), slots_B, tokens_BR, count_B))
         self.read(int(self.limits.ahead))
@@ -158,11 +161,13 @@ class PagedDevice:
                 for row, length in enumerate(context.length_B):
                     before = self.cache[context.pages_BC[row]].ravel()[:length]
                     assert (before >= 0).all(), "a context that nobody wrote"
+            shown_BT = np.isin(inputs.tokens_BT, (IMAGE, VIDEO))
+            np.testing.assert_array_equal(inputs.feature_index_BT >= 0, shown_BT, "media are shown by their tokens")
             step.batch.outputs = ends = step.batch.outputs or self.ends(step.batch)
             states = step.writes.states
             assert self.limits.recurrent == (inputs.runs is not None) == (states is not None)
             if states is not None:
-                real_B = states.slot_B < self.limits.slots
+                real_B = states.slot_B < self.limits.slots + self.limits.kept_states
                 assert len(set(states.slot_B[real_B].tolist())) == real_B.sum(), "a state is written twice"
                 written = zip(states.slot_B[real_B].tolist(), states.row_B[real_B].tolist(), strict=True)
                 self.states |= {slot: ends[row] for slot, row in written}
@@ -195,6 +200,17 @@ class PagedDevice:
             own = sample.pages[len(sample.job.pages) :]
             assert all(pool.holders[page] == 1 for page in own), "a page of one sample that another has, too"
             assert not scheduler.cached_N[slot] or len(sample.pages) * PAGE_TOKENS >= len(self.tokens(sample)) - 1
+        states = np.zeros(self.limits.kept_states, int)
+        for job in scheduler.jobs.values():
+            assert job.holders == sum(bool(sample.pages) for sample in job.samples)
+            states[job.state :][: job.state >= 0] += 1
+        for prefix in scheduler.kept._prefixes.values():
+            holders[prefix.pages] += 1
+            states[prefix.state_held] += 1
+            tokens = prefix.identity_5T[0].tolist()
+            assert self.cache[prefix.pages].ravel().tolist() == tokens, "somebody wrote a kept page"
+            assert not prefix.state_held or self.states[self.limits.slots + prefix.state] == tokens
+        assert states.tolist() == scheduler.kept.states.holders
         assert holders.tolist() == pool.holders
         assert pool.free == (holders == 0).sum()
         running = [sample for sample in scheduler.occupant if sample is not None]

@@ -38,7 +38,8 @@ from protocol_cases import (
     sglang_python,
     subject,
 )
-from rollout_cases import collect, full_logprobs, request
+from rollout_cases import Answer, collect, full_logprobs, request
+from session_cases import Episode, text
 
 import models
 from fluxjax import doctor
@@ -96,6 +97,28 @@ async def test_streaming_equals_not_streaming(server: Subject) -> None:
             assert whole["output_ids"] == reply.ids
             logprobs = [entry[0] for entry in whole["meta_info"]["output_token_logprobs"]]
             np.testing.assert_allclose(logprobs, reply.logprobs, rtol=0, atol=GAP)
+
+
+async def test_a_conversation_goes_on_from_its_cached_turns(server: Subject) -> None:
+    """With images in several turns. A session needs nothing else than the same tokens and pixels again."""
+    async with client_at(server.address) as client:
+        await server.serve()
+        config = model("vl").config
+        media = [("image", (1, 4, 8), 1), ("video", (2, 4, 4), 2), ("image", (1, 4, 4), 3), ("image", (1, 8, 4), 4)]
+        episode = Episode("conversation", 0, [text(20, 1), media[0], text(5, 2)], config=config)
+        known = 0  # tokens of the last turn, and of its answer but the last token
+        for turn in range(4):
+            asked = checked(episode.request(f"turn {turn}"), server.fleet.limits)  # type: ignore[union-attr]
+            body = wire.request_body(asked, {0: f"turn-{turn}"}, config, interval=3)
+            (answer,) = await ask(client, {**body, "stream": False})
+            assert answer["meta_info"]["cached_tokens"] >= known - 1, "the history was computed again"
+            ids, prompt = answer["output_ids"], asked.prompt
+            logprobs = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+            expected = full_logprobs(model("vl"), prompt, ids, never=asked.sampling.forbidden_ids)
+            np.testing.assert_allclose(logprobs, expected, rtol=0, atol=GAP)
+            known = len(prompt) + len(ids) - 1
+            episode.add(Answer(tuple(ids)), text(3, turn), media[(turn + 1) % 4], text(6, 9 + turn))
+        await server.engine.end_session("conversation")  # SGLang has no such order, which is no error
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
