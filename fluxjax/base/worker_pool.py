@@ -18,17 +18,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from .process_channel import Channel
+from .process_tree import descendants, resident
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 START_SECONDS = 120.0
 CLOSING_SECONDS = 5.0  # seconds that a process may take to end
+LOOK_SECONDS = 0.1  # seconds between two looks at the resident memory of a process
 # Several threads of OpenBLAS, or several heaps of glibc, would use up the bounded address space.
 ALONE = {"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+T = TypeVar("T")
 
 
 class WorkerTimeout(Exception):
@@ -93,8 +96,20 @@ class _Process:
     def lives(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def resident(self) -> int:
+        """The resident memory of the process and its descendants in bytes."""
+        return resident(descendants(self.pid))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def kill(self) -> None:
         if self._process.poll() is None:  # the number of an ended process may belong to another process
+            for member in reversed(descendants(self.pid)[1:]):  # they may have left the process group
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(member, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
@@ -139,14 +154,17 @@ class WorkerPool:
         name: str,
         made_with: Any = None,
         patient: bool = True,
+        look_at_memory: bool = False,
     ) -> None:
         """`seconds` bounds a call without its own bound. `memory_gib` is the memory that the function may take beside
         its imports. `name` is for messages. If `made_with` is not None, the object at `function_path` makes the
         function: each process calls it once with `made_with`, before memory is bounded. A `patient` pool starts another
-        process only after a call has waited as long as a start takes."""
+        process only after a call has waited as long as a start takes. With `look_at_memory`, `memory_gib` bounds the
+        resident memory of a process and its descendants, imports included, during calls. The address space is then not
+        bounded, because browsers and JAX reserve far more than they use."""
         self.function_path, self.workers, self.name = function_path, workers, name
         self.seconds, self.memory_gib, self._made_with = seconds, memory_gib, made_with
-        self._patient = patient
+        self._patient, self._look_at_memory = patient, look_at_memory
         self._starting = 0
         self._start_seconds = 0.0  # duration of the last start
         self._changed = threading.Condition()
@@ -173,35 +191,74 @@ class WorkerPool:
         with self._turn(urgent):
             process = self._take()
             answered, begin = False, time.monotonic()
-            process.jobs += 1
             try:
-                job = {"number": process.jobs, "argument": argument, "seconds": seconds}
-                process.channel.send(job, seconds=seconds)
-                reply, _ = process.channel.receive(seconds)
-                if reply.get("number") != process.jobs:  # the process cannot be trusted any more
-                    raise WorkerDied("its reply does not belong to the job that it was sent")
-                if "memory" in reply:
-                    raise WorkerMemory(f"needs more than {self.memory_gib:g} GiB of memory")
-                for number in range(reply.get("arrays", 0)):
-                    _, array = process.channel.receive(seconds)
-                    assert array is not None
-                    received(reply["result"], number, array)
+                reply = self._reply(process, argument, seconds, received)
                 answered = True
-            except TimeoutError:
-                raise WorkerTimeout(f"timed out after {seconds:g} s") from None
-            except EOFError:
-                raise WorkerEnded(process.end()) from None
             finally:
                 self._give_back(process, answered, time.monotonic() - begin)
-        if "error" in reply:
-            raise WorkerError(reply["error"])
-        return reply["result"]
+        return _result(reply)
 
     async def acall(self, argument: Any, seconds: float | None = None) -> Any:
         """Makes a `call` in an event loop. Cancelling ends the wait, but not a call that has begun."""
+        return await asyncio.wrap_future(self._in_thread(self.call, argument, seconds))
+
+    async def ahold(self) -> HeldWorker:
+        """Waits for a process, and holds it for the calls of one caller. Raises WorkerDied, and RuntimeError once the
+        pool is closed."""
+        holding = self._in_thread(self._hold)
+        try:
+            return await asyncio.wrap_future(holding)
+        except asyncio.CancelledError:  # the thread goes on
+            holding.add_done_callback(lambda held: held.cancelled() or held.exception() or held.result().release())
+            raise
+
+    def _hold(self) -> HeldWorker:
+        with contextlib.ExitStack() as turn:
+            turn.enter_context(self._turn(urgent=False))
+            return HeldWorker(self, self._take(), turn.pop_all())
+
+    def _in_thread(self, function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
         if self._threads is None:
             self._threads = concurrent.futures.ThreadPoolExecutor(self.workers, thread_name_prefix=self.name)
-        return await asyncio.wrap_future(self._threads.submit(self.call, argument, seconds))
+        return self._threads.submit(function, *arguments)
+
+    def _reply(
+        self, process: _Process, argument: Any, seconds: float, received: Callable[[Any, int, np.ndarray], object]
+    ) -> dict[str, Any]:
+        """Sends an argument to a process and returns the message of its answer. After an error, the process can't be
+        used any more."""
+        process.jobs += 1
+        try:
+            job = {"number": process.jobs, "argument": argument, "seconds": seconds}
+            process.channel.send(job, seconds=seconds)
+            if self._look_at_memory:
+                self._watch(process, seconds)
+            reply, _ = process.channel.receive(seconds)
+            if reply.get("number") != process.jobs:  # the process cannot be trusted any more
+                raise WorkerDied("its reply does not belong to the job that it was sent")
+            if "memory" in reply:
+                raise WorkerMemory(self._memory_text)
+            for number in range(reply.get("arrays", 0)):
+                _, array = process.channel.receive(seconds)
+                assert array is not None
+                received(reply["result"], number, array)
+        except TimeoutError:
+            raise WorkerTimeout(f"timed out after {seconds:g} s") from None
+        except EOFError:
+            raise WorkerEnded(process.end()) from None
+        return reply
+
+    def _watch(self, process: _Process, seconds: float) -> None:
+        """Waits until a process answers. Raises WorkerMemory if its resident memory exceeds the bound."""
+        end = time.monotonic() + seconds
+        answered = False
+        while not answered:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            answered = process.channel.has_message(min(LOOK_SECONDS, left))
+            if process.resident > self._memory:
+                raise WorkerMemory(self._memory_text)
 
     def load(self) -> PoolLoad:
         return self._load
@@ -283,7 +340,7 @@ class WorkerPool:
             return None
 
     def _start(self) -> _Process:
-        memory = int(self.memory_gib * (1 << 30))
+        memory = 0 if self._look_at_memory else self._memory
         path = [os.path.abspath(folder) for folder in sys.path]  # an empty text means the current folder
         function = {"function": self.function_path, "made_with": self._made_with}
         process = _Process({**function, "path": path, "memory": memory})
@@ -313,5 +370,69 @@ class WorkerPool:
             raise RuntimeError(self._closed_text)
 
     @property
+    def _memory(self) -> int:
+        return int(self.memory_gib * (1 << 30))
+
+    @property
+    def _memory_text(self) -> str:
+        return f"needs more than {self.memory_gib:g} GiB of memory"
+
+    @property
     def _closed_text(self) -> str:
         return f"the workers of {self.name} are closed"
+
+
+def _result(reply: Mapping[str, Any]) -> Any:
+    if "error" in reply:
+        raise WorkerError(reply["error"])
+    return reply["result"]
+
+
+class HeldWorker:
+    """A process of a pool that one caller holds for several calls, one at a time, until `release`."""
+
+    def __init__(self, pool: WorkerPool, process: _Process, turn: contextlib.ExitStack) -> None:
+        self._pool, self._process, self._turn = pool, process, turn
+        self._lock, self._calling = threading.Lock(), threading.Lock()
+        self._released = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def resident(self) -> int:
+        """The resident memory of the process and its descendants in bytes; 0 once the process has ended."""
+        return self._process.resident if self._process.lives else 0
+
+    async def acall(self, argument: Any, seconds: float) -> Any:
+        """Returns the function's result, as `WorkerPool.call` does, in an event loop. A process that fails to answer is
+        released. Cancelling ends the wait; the caller must then call `kill`."""
+        return await asyncio.wrap_future(self._pool._in_thread(self._call, argument, seconds))
+
+    def _call(self, argument: Any, seconds: float) -> Any:
+        with self._calling:
+            if self._released:
+                raise WorkerDied("its process was released")
+            try:
+                reply = self._pool._reply(self._process, argument, seconds, lambda result, number, array: None)
+            except BaseException:
+                self.release(fit=False)
+                raise
+            return _result(reply)
+
+    def kill(self) -> None:
+        """Ends the process and the call under way, which raises WorkerEnded, and releases the process."""
+        self._process.kill()
+        if self._calling.acquire(blocking=False):  # otherwise the call under way ends with an error, and releases
+            self.release(fit=False)
+            self._calling.release()
+
+    def release(self, fit: bool = True) -> None:
+        """Gives the process back. A process that is not `fit` for further callers is ended. Does nothing if the process
+        was released before."""
+        with self._lock:
+            released, self._released = self._released, True
+        if not released:
+            with self._turn:
+                self._pool._give_back(self._process, answered=fit)

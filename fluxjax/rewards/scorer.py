@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError, said
 from ..base.scored import Completion, Prompt, Response, Reward
+from ..base.user_code import ReasonCounts
 from ..config import RewardKindConfig, RewardsConfig, SourceConfig
 from ..config.data import JUDGED, term_weights
 from ..config.schedules import RunSchedule
@@ -23,7 +24,8 @@ from .named import SHAPES, Failing, FoundReward, RewardFailure, as_reward, find,
 from .rules import UNREADABLE
 
 if TYPE_CHECKING:
-    from .calls import Caller, Slots, UsersLoop
+    from ..base.slots import Slots
+    from .calls import Caller, UsersLoop
 
 log = logging.getLogger("fluxjax.rewards")
 
@@ -33,8 +35,6 @@ _CLOSING_SECONDS = 5.0  # seconds that a reward's `close` may take
 _HERE = ("math", "format", "code", "judge")  # kinds of rewards that this process always calls
 _LOGGED = 5  # failures of one reward that are logged one by one
 _WINDOW = 1000  # last responses over which the share of failures is computed
-_REASONS = 32  # reasons that are counted one by one; further reasons are counted together
-_LENGTH = 200  # characters after which a reason is cut off
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,7 +51,7 @@ class GuardedReward:
     give_up: Callable[[str], object]
     # The number of failures by `Failing`; `Scorer.metrics` reads and clears the counts.
     since: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    _reasons: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    _reasons: ReasonCounts = dataclasses.field(default_factory=ReasonCounts)
     _recent: collections.deque[bool] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=_WINDOW))
 
     async def score(self, completion: Completion) -> Reward:
@@ -79,10 +79,7 @@ class GuardedReward:
 
     def _failed(self, id: str, failure: RewardFailure) -> None:
         self._recent.append(True)
-        reason = failure.reason if len(failure.reason) <= _LENGTH else f"{failure.reason[:_LENGTH]}..."
-        if reason not in self._reasons and len(self._reasons) >= _REASONS:
-            reason = "other reasons"
-        self._reasons[reason] += 1
+        reason = self._reasons.note(failure.reason)
         self.since[failure.failing.value] += 1
         if (count := self._reasons.total()) <= _LOGGED:
             more = "; more failures of this source are not logged" if count == _LOGGED else ""
@@ -346,7 +343,8 @@ class Scorer:
         process calls the remaining rewards."""
         if inspect.isfunction(found.value) and found.value in UNREADABLE and not found.arguments:
             return found.value, None
-        from .calls import Callee, LocalCaller, ProcessCaller, Slots, UsersLoop
+        from ..base.slots import Slots
+        from .calls import Callee, LocalCaller, ProcessCaller, UsersLoop
 
         def bounds_of(kind: str) -> tuple[RewardKindConfig, Slots]:
             bounds = self._settings.kind(kind)
