@@ -125,7 +125,7 @@ def lacked_memory(error: BaseException) -> bool:
         isinstance(cause, MemoryError)
         # EAGAIN means that there is no memory for a thread's stack.
         or (isinstance(cause, OSError) and cause.errno in (errno.ENOMEM, errno.EAGAIN))
-        or "out of memory" in str(cause).lower()
+        or "out of memory" in said(cause).lower()
         for cause in _causes(error)
     )
 

@@ -175,7 +175,7 @@ def marked(id: str, source: str, text: str, answer: str, media: Mapping[MediaKin
         text, marks = "".join(wanted) + text, wanted
     if sorted(marks) != sorted(wanted):
         raise ValueError(
-            f"{marks.count('<image>')} <image> and {marks.count('<video>')} <video> marks in the prompt for "
+            f"{marks.count('<image>')} <image> and {marks.count('<video>')} <video> marks in the text for "
             f"{wanted.count('<image>')} images and {wanted.count('<video>')} videos"
         )
     queues = {MARKS[kind]: iter(items) for kind, items in media.items()}

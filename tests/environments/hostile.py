@@ -1,0 +1,187 @@
+"""Environments as users might write them, good and bad."""
+
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+from PIL import Image
+
+from fluxjax.environments import Observation
+
+leaked = []
+
+
+def picture(seed, size=12):
+    return np.random.default_rng(seed).integers(0, 256, (size, size + 4, 3), np.uint8)
+
+
+class Counter:
+    """Counts the turns from the seed; says the prompt and its process."""
+
+    def __init__(self, turns=3):
+        self.turns = turns
+
+    def reset(self, prompt, seed):
+        self.count = seed
+        self.end = seed + self.turns
+        return Observation(f"{prompt.text} {self.count}", info={"pid": os.getpid(), "images": "jax" in sys.modules})
+
+    def step(self, text):
+        self.count += 1
+        return Observation(f"{text} {self.count}", reward=0.5, done=self.count == self.end, info={"pid": os.getpid()})
+
+    def snapshot(self):
+        return json.dumps([self.count, self.end]).encode()
+
+    def restore(self, snapshot):
+        self.count, self.end = json.loads(snapshot)
+
+
+class Async:
+    async def reset(self, prompt, seed):
+        self.answers = asyncio.Queue()
+        self.worker = asyncio.create_task(self.later())
+        return Observation(await self.answers.get())
+
+    async def later(self):
+        for count in range(9):
+            await asyncio.sleep(0.001)
+            await self.answers.put(f"answer {count}")
+
+    async def step(self, text):
+        return Observation(await self.answers.get())
+
+    async def close(self):
+        self.worker.cancel()
+
+
+class Pictures:
+    """Shows pictures of the seed: arrays, PIL images of several modes, encoded files, frames."""
+
+    def reset(self, prompt, seed):
+        self.pixels = picture(seed)
+        return Observation("first <image> and <video>", images=[self.pixels], videos=[np.stack([self.pixels] * 3)])
+
+    def step(self, text):
+        image = Image.fromarray(self.pixels)
+        content = io.BytesIO()
+        image.save(content, text if text in ("png", "jpeg", "webp") else "png")
+        forms = {
+            "array": self.pixels,
+            "image": image,
+            "grey": image.convert("L"),
+            "palette": image.convert("P"),
+            "clear": image.convert("RGBA"),
+            "cmyk": image.convert("CMYK"),
+        }
+        return Observation(images=[forms.get(text, content.getvalue())])
+
+
+class Hostile:
+    """Misbehaves in the way that the prompt (at reset) or the turn names."""
+
+    def reset(self, prompt, seed):
+        return self.step(prompt.text)
+
+    def step(self, how):
+        if how == "hangs":
+            time.sleep(600)
+        if how == "blocks signals and hangs":
+            signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))
+            time.sleep(600)
+        if how == "raises":
+            raise KeyError("nothing here")
+        if how == "raises what can't be said":
+            raise Mute
+        if how == "exits":
+            sys.exit(3)
+        if how == "exits at once":
+            os._exit(3)
+        if how == "kills itself":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "leaks":
+            while True:
+                leaked.append(bytearray(b"x" * (1 << 24)))
+                time.sleep(0.002)
+        if how == "leaks a little":
+            leaked.append(bytearray(b"x" * (150 << 20)))
+        if how == "starts a child":
+            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            return Observation(str(child.pid), info={"pid": os.getpid()})
+        whole = io.BytesIO()
+        Image.fromarray(picture(0)).save(whole, "jpeg")
+        results = {
+            "corrupt image": Observation(images=[whole.getvalue()[:-40]]),
+            "no image": Observation(images=[b"nothing"]),
+            "no video": Observation(videos=[b"nothing"]),
+            "floats": Observation(images=[picture(0) / 255]),
+            "images of another type": Observation(images=picture(0)),
+            "an image of another type": Observation(images=["image.png"]),
+            "frames of two sizes": Observation(videos=[[picture(0), picture(0, 13)]]),
+            "no frames": Observation(videos=[[]]),
+            "much text": Observation("x" * 100_000_000),
+            "much info": Observation(info={"much": "x" * 100_000_000}),
+            "many images": Observation(images=[picture(0)] * 5),
+            "many pixels": Observation(images=[np.zeros((300, 300), np.uint8)]),
+            "many encoded bytes": Observation(images=[b"x" * 2_000_000]),
+            "many frames": Observation(videos=[np.zeros((9, 4, 4, 3), np.uint8)]),
+            "another type": "some text",
+            "nothing": None,
+            "text of another type": Observation(b"text"),
+            "half a surrogate": Observation("\ud800"),
+            "done of another type": Observation(done="yes"),
+            "info of another type": Observation(info={"object": object()}),
+            "nan": Observation(reward=float("nan")),
+            "infinite": Observation(reward=np.float32("inf")),
+            "no number": Observation(reward="1.0"),
+            "too few marks": Observation("<image>", images=[picture(0), picture(1)]),
+        }
+        return results.get(how, Observation(f"good {how}", info={"pid": os.getpid()}))
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+class BadSnapshots(Counter):
+    def snapshot(self):
+        return "text"
+
+    def restore(self, snapshot):
+        raise OSError("no state")
+
+
+class ClosesBadly(Counter):
+    def close(self):
+        raise KeyError("still open")
+
+
+def lasting(seconds):
+    """A factory of environments that take `seconds` to reset."""
+    environment = Counter()
+    reset = environment.reset
+
+    def slow(prompt, seed):
+        time.sleep(seconds)
+        return reset(prompt, seed)
+
+    environment.reset = slow
+    return environment
+
+
+def needs_two(first, second):
+    return Counter()
+
+
+def no_environment():
+    return object()
+
+
+OBJECT = Counter(turns=1)
