@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ LOOK_SECONDS = 0.1  # seconds between two looks at the resident memory of a proc
 # Several threads of OpenBLAS, or several heaps of glibc, would use up the bounded address space.
 ALONE = {"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 T = TypeVar("T")
+Received: TypeAlias = Callable[[Any, int, np.ndarray], object]
 
 
 class WorkerTimeout(Exception):
@@ -98,16 +99,12 @@ class _Process:
 
     @property
     def resident(self) -> int:
-        """The resident memory of the process and its descendants in bytes."""
-        return resident(descendants(self.pid))
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        """The resident memory of the process and its descendants in bytes; 0 once the process has ended."""
+        return resident(descendants(self._process.pid)) if self.lives else 0
 
     def kill(self) -> None:
         if self._process.poll() is None:  # the number of an ended process may belong to another process
-            for member in reversed(descendants(self.pid)[1:]):  # they may have left the process group
+            for member in reversed(descendants(self._process.pid)[1:]):  # they may have left the process group
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(member, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -165,6 +162,7 @@ class WorkerPool:
         self.function_path, self.workers, self.name = function_path, workers, name
         self.seconds, self.memory_gib, self._made_with = seconds, memory_gib, made_with
         self._patient, self._look_at_memory = patient, look_at_memory
+        self._memory, self._memory_text = int(memory_gib * (1 << 30)), f"needs more than {memory_gib:g} GiB of memory"
         self._starting = 0
         self._start_seconds = 0.0  # duration of the last start
         self._changed = threading.Condition()
@@ -181,7 +179,7 @@ class WorkerPool:
         seconds: float | None = None,
         *,
         urgent: bool = False,
-        received: Callable[[Any, int, np.ndarray], object] = lambda result, number, array: None,
+        received: Received = lambda result, number, array: None,
     ) -> Any:
         """Returns the function's result, at most `seconds` after a process has the argument. `received` is called for
         each array after the result, with the result, the array's number and the array. Each array may take further
@@ -223,7 +221,7 @@ class WorkerPool:
         return self._threads.submit(function, *arguments)
 
     def _reply(
-        self, process: _Process, argument: Any, seconds: float, received: Callable[[Any, int, np.ndarray], object]
+        self, process: _Process, argument: Any, seconds: float, received: Received = lambda result, number, array: None
     ) -> dict[str, Any]:
         """Sends an argument to a process and returns the message of its answer. After an error, the process can't be
         used any more."""
@@ -250,11 +248,9 @@ class WorkerPool:
 
     def _watch(self, process: _Process, seconds: float) -> None:
         """Waits until a process answers. Raises WorkerMemory if its resident memory exceeds the bound."""
-        end = time.monotonic() + seconds
-        answered = False
+        end, answered = time.monotonic() + seconds, False
         while not answered:
-            left = end - time.monotonic()
-            if left <= 0:
+            if (left := end - time.monotonic()) <= 0:
                 raise TimeoutError
             answered = process.channel.has_message(min(LOOK_SECONDS, left))
             if process.resident > self._memory:
@@ -370,14 +366,6 @@ class WorkerPool:
             raise RuntimeError(self._closed_text)
 
     @property
-    def _memory(self) -> int:
-        return int(self.memory_gib * (1 << 30))
-
-    @property
-    def _memory_text(self) -> str:
-        return f"needs more than {self.memory_gib:g} GiB of memory"
-
-    @property
     def _closed_text(self) -> str:
         return f"the workers of {self.name} are closed"
 
@@ -393,46 +381,39 @@ class HeldWorker:
 
     def __init__(self, pool: WorkerPool, process: _Process, turn: contextlib.ExitStack) -> None:
         self._pool, self._process, self._turn = pool, process, turn
-        self._lock, self._calling = threading.Lock(), threading.Lock()
+        self._lock = threading.RLock()  # held during calls
         self._released = False
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def resident(self) -> int:
         """The resident memory of the process and its descendants in bytes; 0 once the process has ended."""
-        return self._process.resident if self._process.lives else 0
+        return self._process.resident
 
     async def acall(self, argument: Any, seconds: float) -> Any:
-        """Returns the function's result, as `WorkerPool.call` does, in an event loop. A process that fails to answer is
-        released. Cancelling ends the wait; the caller must then call `kill`."""
+        """Returns the function's result, as `WorkerPool.call` does. A process that fails to answer is released.
+        Cancelling ends the wait; the caller must then call `kill`."""
         return await asyncio.wrap_future(self._pool._in_thread(self._call, argument, seconds))
 
     def _call(self, argument: Any, seconds: float) -> Any:
-        with self._calling:
+        with self._lock:
             if self._released:
                 raise WorkerDied("its process was released")
             try:
-                reply = self._pool._reply(self._process, argument, seconds, lambda result, number, array: None)
+                reply = self._pool._reply(self._process, argument, seconds)
             except BaseException:
                 self.release(fit=False)
                 raise
-            return _result(reply)
+        return _result(reply)
 
     def kill(self) -> None:
-        """Ends the process and the call under way, which raises WorkerEnded, and releases the process."""
+        """Ends and releases the process. A call under way raises WorkerEnded."""
         self._process.kill()
-        if self._calling.acquire(blocking=False):  # otherwise the call under way ends with an error, and releases
-            self.release(fit=False)
-            self._calling.release()
+        self.release(fit=False)
 
     def release(self, fit: bool = True) -> None:
-        """Gives the process back. A process that is not `fit` for further callers is ended. Does nothing if the process
-        was released before."""
+        """Gives the process back, or ends a process that is not `fit` for further callers, once."""
         with self._lock:
-            released, self._released = self._released, True
-        if not released:
-            with self._turn:
-                self._pool._give_back(self._process, answered=fit)
+            if not self._released:
+                self._released = True
+                with self._turn:
+                    self._pool._give_back(self._process, answered=fit)

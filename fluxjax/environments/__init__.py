@@ -1,16 +1,13 @@
-"""Environments that answer the turns of a model, and the pool of processes in which environments live.
-
-Importing this package imports neither JAX nor the pool, because processes of environments need neither.
-"""
+"""Environments that answer the turns of a model, in processes. Importing this package does not import JAX."""
 
 from typing import TYPE_CHECKING
 
 from sharding.door import door
 
-from .observation import Environment, EnvironmentFailure, Fault, Observation
+from .observation import Environment, EnvironmentFailure, EnvironmentLimits, Fault, Observation
 
 if TYPE_CHECKING:
-    from .environment_pool import EnvironmentLimits, EnvironmentPool, LiveEpisode, Observed
+    from .environment_pool import EnvironmentPool, LiveEpisode, Observed
 
 __all__ = [
     "Environment",
@@ -22,4 +19,4 @@ __all__ = [
     "Observation",
     "Observed",
 ]
-__getattr__ = door(__name__, environment_pool=("EnvironmentLimits", "EnvironmentPool", "LiveEpisode", "Observed"))
+__getattr__ = door(__name__, environment_pool=("EnvironmentPool", "LiveEpisode", "Observed"))

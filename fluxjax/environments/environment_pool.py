@@ -6,7 +6,6 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import inspect
 import json
 import pathlib
 import pickle
@@ -19,31 +18,15 @@ from ..base.errors import ConfigError, DataError
 from ..base.medium import Media, MediaKind
 from ..base.scored import Prompt
 from ..base.slots import Slots
-from ..base.user_code import ReasonCounts
 from ..base.worker_pool import HeldWorker, WorkerDied, WorkerError, WorkerMemory, WorkerPool, WorkerTimeout
-from ..config.bounds import check_fields, positive
 from ..data.sources import marked
-from .observation import EnvironmentFailure, Fault
-from .observed_media import ObservationLimits
+from .observation import EnvironmentFailure, EnvironmentLimits, Fault
 
 _CLOSING_SECONDS = 5.0  # seconds that an environment's `close` may take
 # A process above this share of its bound ends after its episode, since the next episode must not pay for its leak.
 _WORN = 0.5
+_LENGTH = 200  # characters after which a reason is cut off
 _FAULTS = {WorkerTimeout: Fault.TIMED_OUT, WorkerMemory: Fault.MEMORY, WorkerError: Fault.RAISED}
-
-
-@dataclasses.dataclass(frozen=True)
-class EnvironmentLimits(ObservationLimits):
-    """The bounds of environments."""
-
-    seconds: float = positive(60.0)  # seconds of a step, a snapshot, a restore
-    start_seconds: float = positive(120.0)  # seconds of a reset, the environment's imports included
-    concurrency: int = positive(8)  # environments at once, each in its process; further episodes wait in order
-    memory_gib: float = positive(4.0)  # resident memory of a process and its descendants
-
-    def __post_init__(self) -> None:
-        """Raises `ConfigError`, naming the field, for a value of another type or beyond its bound."""
-        check_fields(self, "environment limits: ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,37 +56,35 @@ class EnvironmentPool:
     ) -> None:
         """`note(environment, text)` is called for each failure. Raises DataError if `folder` can't be made."""
         self.folder, self.limits = pathlib.Path(folder).absolute(), limits or EnvironmentLimits()
-        self.reasons: dict[str, ReasonCounts] = {}  # by environment
         self._note = note
         self._slots = Slots(self.limits.concurrency)
-        self._episodes: set[LiveEpisode] = set()
-        self._counts: collections.Counter[str] = collections.Counter()  # since the last `metrics`, as `_seconds`
-        self._seconds: list[float] = []
+        self.episodes: set[LiveEpisode] = set()
+        self.seconds: list[float] = []  # of turns since the last `metrics`
+        self._counts: collections.Counter[str] = collections.Counter()  # since the last `metrics`
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DataError(f"{self.folder}: the folder for media of observations can't be made: {error}") from error
-        self.remove_parts("*")
-        bounds = {field.name: getattr(self.limits, field.name) for field in dataclasses.fields(ObservationLimits)}
+        for part in self.folder.glob(".*.part"):  # of processes that were killed
+            part.unlink(missing_ok=True)
         self._workers = WorkerPool(
             f"{__package__}.environment_process:playing_function",
             self.limits.concurrency,
             seconds=self.limits.seconds,
             memory_gib=self.limits.memory_gib,
             name="environments",
-            made_with={"folder": str(self.folder), "limits": bounds},
+            made_with={"folder": str(self.folder), "limits": dataclasses.asdict(self.limits)},
             patient=False,
             look_at_memory=True,
         )
 
     async def start(
-        self, environment: Any, prompt: Prompt, seed: int, arguments: Mapping[str, Any] | None = None
+        self, name: str, prompt: Prompt, seed: int, arguments: Mapping[str, Any] | None = None
     ) -> LiveEpisode:
-        """Begins an episode, whose `observation` is then that of `reset`. `environment` is a name in `ENVIRONMENTS`, an
-        import path, a class or a function of a module, or an object that can be pickled. Waits for earlier episodes
-        while `limits.concurrency` episodes live. Raises EnvironmentFailure; `ConfigError` if there is no such
-        environment, or it does not take the `arguments`; DataError if media can't be written."""
-        name, found = _named(environment)
+        """Begins an episode, whose `observation` is then that of `reset`. `name` is a name in `ENVIRONMENTS` or an
+        import path, of a class or a function that makes an environment with the `arguments`, or of an environment.
+        Waits for earlier episodes while `limits.concurrency` episodes live. Raises EnvironmentFailure; `ConfigError` if
+        there is no such environment, or it does not take the `arguments`; DataError if media can't be written."""
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._slots.slot())
             try:
@@ -111,9 +92,9 @@ class EnvironmentPool:
             except WorkerDied as error:
                 raise self.failed(name, EnvironmentFailure(Fault.DIED, error.reason)) from None
             episode = LiveEpisode(self, name, held, stack.pop_all())
-        self._episodes.add(episode)
+        self.episodes.add(episode)
         self._counts["started"] += 1
-        await episode.begin(found, dict(arguments or {}), prompt, seed)
+        await episode.begin(prompt, seed, dict(arguments or {}))
         return episode
 
     def metrics(self) -> dict[str, float]:
@@ -121,7 +102,7 @@ class EnvironmentPool:
         which environments lived, in [0, 1]; empty if no environment lived."""
         waited, busy = self._slots.usage()
         counts, self._counts = self._counts, collections.Counter()
-        seconds, self._seconds = sorted(self._seconds), []
+        seconds, self.seconds = sorted(self.seconds), []
         if not busy and not counts:
             return {}
         metrics = {"waiting": float(waited), "busy": busy, "started": 0.0, "failed": 0.0}
@@ -132,29 +113,17 @@ class EnvironmentPool:
 
     async def close(self) -> None:
         """Kills all environments and their processes. Turns under way fail."""
-        for episode in list(self._episodes):
+        for episode in list(self.episodes):
             await episode.kill()
         await asyncio.to_thread(self._workers.close)
 
-    # --- for episodes ---------------------------------------------------------------------------
-
     def failed(self, name: str, failure: EnvironmentFailure) -> EnvironmentFailure:
-        """Counts a failure and returns it."""
+        """Counts a failure, with a reason of bounded length, and returns it."""
+        failure.reason = failure.reason[:_LENGTH]
         self._counts["failed"] += 1
         self._counts[f"failed/{failure.fault.value}"] += 1
-        self._note(name, self.reasons.setdefault(name, ReasonCounts()).note(failure.reason))
+        self._note(name, failure.reason)
         return failure
-
-    def answered(self, seconds: float) -> None:
-        self._seconds.append(seconds)
-
-    def ended(self, episode: LiveEpisode) -> None:
-        self._episodes.discard(episode)
-
-    def remove_parts(self, pid: str) -> None:
-        """Removes files that a process of this number did not finish."""
-        for part in self.folder.glob(f".*.{pid}.part"):
-            part.unlink(missing_ok=True)
 
 
 class LiveEpisode:
@@ -168,8 +137,8 @@ class LiveEpisode:
         self._ended = False
         self.has_snapshots = False
 
-    async def begin(self, environment: str | bytes, arguments: dict[str, Any], prompt: Prompt, seed: int) -> None:
-        values = environment, arguments, pickle.dumps(prompt), seed
+    async def begin(self, prompt: Prompt, seed: int, arguments: Mapping[str, Any]) -> None:
+        values = self._name, arguments, pickle.dumps(prompt), seed
         (observation, self.has_snapshots), seconds = await self._ask("start", *values)
         self.observation = await self._observed(observation, seconds)
 
@@ -179,7 +148,7 @@ class LiveEpisode:
         if self.observation.done:
             raise RuntimeError(f"{self._name} is done; no turn can follow")
         answer, seconds = await self._ask("step", text)
-        self._pool.answered(seconds)
+        self._pool.seconds.append(seconds)
         self.observation = await self._observed(answer, seconds)
         return self.observation
 
@@ -238,13 +207,11 @@ class LiveEpisode:
         fit = "answer" in reply and self._held.resident <= _WORN * self._pool.limits.memory_gib * (1 << 30)
         self._held.release(fit)
         await self._leave()
-        if not fit:
-            await asyncio.to_thread(self._pool.remove_parts, str(self._held.pid))
         return reply
 
     async def _leave(self) -> None:
         self._ended = True
-        self._pool.ended(self)
+        self._pool.episodes.discard(self)
         await self._slot.aclose()
 
     async def _observed(self, answer: Mapping[str, Any], seconds: float) -> Observed:
@@ -266,19 +233,3 @@ def _failure_of(reply: Mapping[str, Any]) -> EnvironmentFailure:
     if "mend" in reply:
         return EnvironmentFailure(Fault.RAISED, reply["mend"])
     return EnvironmentFailure(Fault(reply["fault"]), reply["reason"])
-
-
-def _named(environment: Any) -> tuple[str, str | bytes]:
-    """Returns the name of an environment in messages, and what a process finds it by. Raises `ConfigError`."""
-    if isinstance(environment, str):
-        return environment, environment
-    if inspect.isclass(environment) or inspect.isroutine(environment):
-        path = f"{environment.__module__}:{environment.__qualname__}"
-        if environment.__module__ == "__main__" or not environment.__qualname__.isidentifier():
-            raise ConfigError(f"environment is {path}, which no other process can import; name it as module:attribute")
-        return path, path
-    name = type(environment).__qualname__
-    try:
-        return name, pickle.dumps(environment)
-    except Exception as error:  # whatever a user's object raises
-        raise ConfigError(f"environment {name} can't be sent to a process: {type(error).__name__}: {error}") from error

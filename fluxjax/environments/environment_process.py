@@ -15,37 +15,25 @@ import numpy as np
 from sharding.door import ByName
 
 from ..base.errors import ConfigError, DataError
+from ..base.finite import finite
 from ..base.import_path import imported
-from ..base.user_code import finite
-from .observation import EnvironmentFailure, Fault, Observation
-from .observed_media import ObservationLimits, stored
+from .observation import EnvironmentFailure, EnvironmentLimits, Fault, Observation
+from .observed_media import stored
 
-ENVIRONMENTS: Mapping[str, Any] = ByName(
-    __name__,
-    {
-        "gymnasium": "gymnasium:GymnasiumEnvironment",
-        "tools": "tools:Tools",
-        "verifiers": "verifiers:VerifiersEnvironment",
-    },
-)
+ENVIRONMENTS: Mapping[str, Any] = ByName(__name__, {})
 
 
 def playing_function(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
-    """Returns the function by which a process plays: it takes the orders of a `LiveEpisode`. The run's process gets
-    no object of a user's code."""
-    return _Player(pathlib.Path(settings["folder"]), ObservationLimits(**settings["limits"]))
+    """Returns the function by which a process carries out the orders of `LiveEpisode`."""
+    return _Player(pathlib.Path(settings["folder"]), EnvironmentLimits(**settings["limits"]))
 
 
-def build(environment: str | bytes, arguments: Mapping[str, Any]) -> Any:
-    """Returns the environment of a name in `ENVIRONMENTS`, of an import path (`module:attribute`), or of a pickled
-    object. A class or a function is called with the `arguments`. Raises `ConfigError`, and what the class raises."""
-    if isinstance(environment, bytes):
-        name, value = "an object", pickle.loads(environment)
-    else:
-        name = environment
-        value = imported(name, "environment", callable) if ":" in name else ENVIRONMENTS.get(name)
+def build(name: str, arguments: Mapping[str, Any]) -> Any:
+    """Returns the environment of a name in `ENVIRONMENTS`, or of an import path (`module:attribute`). A class or a
+    function is called with the `arguments`. Raises `ConfigError`, and what the class raises."""
+    value = imported(name, "environment", inspect.isclass) if ":" in name else ENVIRONMENTS.get(name)
     if value is None:
-        raise ConfigError(f"environment is {name!r}; it must be one of {', '.join(ENVIRONMENTS)}, or module:attribute")
+        raise ConfigError(f"environment is {name!r}; it must be {', '.join([*ENVIRONMENTS, ''])}or module:attribute")
     if inspect.isclass(value) or not hasattr(value, "step"):
         try:
             inspect.signature(value).bind(**arguments)
@@ -62,7 +50,7 @@ def build(environment: str | bytes, arguments: Mapping[str, Any]) -> Any:
 class _Player:
     """Plays one episode at a time. Each order names a method."""
 
-    def __init__(self, folder: pathlib.Path, limits: ObservationLimits) -> None:
+    def __init__(self, folder: pathlib.Path, limits: EnvironmentLimits) -> None:
         self._folder, self._limits = folder, limits
         self._environment: Any = None
         self._loop = asyncio.Runner()  # one loop for all calls, because async environments keep connections
@@ -76,7 +64,7 @@ class _Player:
             return {"mend": str(error), "setting": isinstance(error, ConfigError)}
 
     def start(
-        self, environment: str | bytes, arguments: Mapping[str, Any], prompt: bytes, seed: int
+        self, environment: str, arguments: Mapping[str, Any], prompt: bytes, seed: int
     ) -> tuple[dict[str, Any], bool]:
         """Returns the first observation, and whether the environment has snapshots."""
         self._environment = build(environment, arguments)

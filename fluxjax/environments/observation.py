@@ -1,4 +1,4 @@
-"""The protocol of environments: what an environment takes and returns, and the ways in which it can fail."""
+"""The protocol of environments: what they take and return, their bounds, and the ways in which they can fail."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from ..base.scored import Prompt
+from ..config.bounds import check_fields, positive
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -23,9 +24,8 @@ Video: TypeAlias = "np.ndarray | Sequence[Image.Image | np.ndarray] | bytes"
 @dataclasses.dataclass
 class Observation:
     """An environment's answer to a turn of the model. `text` has an `<image>` or `<video>` mark for each medium, in
-    order; a text without marks gets all marks at its beginning. `fps` is the number of frames a second of videos that
-    are given as frames. `reward` is the reward of the turn. `done` says that the episode ends here. `info` is for
-    reports, and must fit into JSON."""
+    order; a text without marks gets all marks at its beginning. `reward` is of this turn. `done` ends the episode.
+    `info` is for reports, in types of JSON. `fps` is the rate of given frames, in frames a second."""
 
     text: str = ""
     images: Sequence[Picture] = ()
@@ -37,14 +37,9 @@ class Observation:
 
 
 class Environment(Protocol):
-    """Plays one episode after a `reset`; each episode has a new object if a class or a factory was named. Methods may
-    be `async`. An environment may also have these methods:
-
-    - `snapshot() -> bytes` returns the state of the episode;
-    - `restore(snapshot: bytes)` sets this state, after a `reset` with the same prompt and seed, perhaps in another
-      process;
-    - `close()` is called when the episode ends.
-    """
+    """Plays an episode. Methods may be `async`. An environment may also have `close()`, and both `snapshot() -> bytes`,
+    which returns the state of its episode, and `restore(snapshot)`, which sets this state after a `reset` with the same
+    prompt and seed, perhaps in another process."""
 
     def reset(self, prompt: Prompt, seed: int) -> Observation | Awaitable[Observation]:
         """Begins an episode and returns what the model sees beside the prompt. All chance must come from `seed`."""
@@ -53,6 +48,25 @@ class Environment(Protocol):
     def step(self, text: str) -> Observation | Awaitable[Observation]:
         """Answers a turn of the model."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvironmentLimits:
+    """The bounds of environments. What exceeds a bound fails its episode."""
+
+    concurrency: int = positive(8)  # environments at once, each in its process; further episodes wait in order
+    seconds: float = positive(60.0)  # seconds of a step, a snapshot, a restore
+    start_seconds: float = positive(120.0)  # seconds of a reset, the environment's imports included
+    memory_gib: float = positive(4.0)  # resident memory of a process and its descendants
+    text_bytes: int = positive(1 << 20)  # of an observation's text in UTF-8, and of its `info` in JSON
+    media: int = positive(16)  # images and videos of an observation
+    pixels: int = positive(1 << 24)  # of an image or a frame
+    frames: int = positive(1024)  # of a video
+    encoded_bytes: int = positive(1 << 26)  # of an encoded medium, and of a snapshot
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError`, naming the field, for a value of another type or beyond its bound."""
+        check_fields(self, "environment limits: ")
 
 
 class Fault(enum.Enum):
@@ -69,7 +83,7 @@ class Fault(enum.Enum):
 
 
 class EnvironmentFailure(Exception):
-    """An environment failed, and its episode has ended. `reason` is short, and equal reasons can be counted."""
+    """An environment failed, which ended its episode. `reason` is short, so that equal reasons can be counted."""
 
     def __init__(self, fault: Fault, reason: str) -> None:
         super().__init__(reason)

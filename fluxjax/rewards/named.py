@@ -23,9 +23,9 @@ from typing import Any, ClassVar
 from sharding.door import ByName
 
 from ..base.errors import ConfigError
+from ..base.finite import finite
 from ..base.import_path import imported
 from ..base.scored import Reward
-from ..base.user_code import finite
 from ..config.bounds import check_fields
 
 REWARDS: Mapping[str, Any] = ByName(

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError, said
 from ..base.scored import Completion, Prompt, Response, Reward
-from ..base.user_code import ReasonCounts
 from ..config import RewardKindConfig, RewardsConfig, SourceConfig
 from ..config.data import JUDGED, term_weights
 from ..config.schedules import RunSchedule
@@ -35,6 +34,8 @@ _CLOSING_SECONDS = 5.0  # seconds that a reward's `close` may take
 _HERE = ("math", "format", "code", "judge")  # kinds of rewards that this process always calls
 _LOGGED = 5  # failures of one reward that are logged one by one
 _WINDOW = 1000  # last responses over which the share of failures is computed
+_REASONS = 32  # reasons that are counted one by one; further reasons are counted together
+_LENGTH = 200  # characters after which a reason is cut off
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,7 +52,7 @@ class GuardedReward:
     give_up: Callable[[str], object]
     # The number of failures by `Failing`; `Scorer.metrics` reads and clears the counts.
     since: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    _reasons: ReasonCounts = dataclasses.field(default_factory=ReasonCounts)
+    _reasons: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     _recent: collections.deque[bool] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=_WINDOW))
 
     async def score(self, completion: Completion) -> Reward:
@@ -79,7 +80,10 @@ class GuardedReward:
 
     def _failed(self, id: str, failure: RewardFailure) -> None:
         self._recent.append(True)
-        reason = self._reasons.note(failure.reason)
+        reason = failure.reason if len(failure.reason) <= _LENGTH else f"{failure.reason[:_LENGTH]}..."
+        if reason not in self._reasons and len(self._reasons) >= _REASONS:
+            reason = "other reasons"
+        self._reasons[reason] += 1
         self.since[failure.failing.value] += 1
         if (count := self._reasons.total()) <= _LOGGED:
             more = "; more failures of this source are not logged" if count == _LOGGED else ""

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from hostile import BadSnapshots, ClosesBadly, Counter, picture
+from hostile import picture
 from PIL import Image
 from process_cases import gone, until
 
@@ -52,17 +52,16 @@ async def played(pool, environment, turns=("a", "b", "c"), seed=0, arguments=Non
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("environment", ["hostile:Counter", Counter, Counter(turns=3)], ids=["path", "class", "object"])
-async def test_an_episode_is_played_in_another_process(environment, tmp_path):
+async def test_an_episode_is_played_in_another_process(tmp_path):
     async with opened(tmp_path) as pool:
-        seen = await played(pool, environment, seed=7)
+        seen = await played(pool, "hostile:Counter", seed=7)
         assert [observed.text for observed in seen] == ["go 7", "a 8", "b 9", "c 10"]
         assert [observed.reward for observed in seen] == [0.0, 0.5, 0.5, 0.5]
         assert [observed.done for observed in seen] == [False, False, False, True]
         pids = {observed.info["pid"] for observed in seen}
         assert len(pids) == 1 and os.getpid() not in pids
         assert seen[0].info["images"] is False  # processes of environments do not import JAX
-        again = await played(pool, environment, turns=["a"])
+        again = await played(pool, "hostile:Counter", turns=["a"])
         assert again[0].info["pid"] in pids  # the process stays
         metrics = pool.metrics()
         assert metrics["environments/started"] == 2.0 and metrics["environments/failed"] == 0.0
@@ -72,7 +71,7 @@ async def test_an_episode_is_played_in_another_process(environment, tmp_path):
 @pytest.mark.medium
 async def test_nothing_follows_the_end(tmp_path):
     async with opened(tmp_path) as pool:
-        episode = await pool.start(Counter, prompt(), 0, {"turns": 1})
+        episode = await pool.start("hostile:Counter", prompt(), 0, {"turns": 1})
         assert (await episode.act("a")).done
         with pytest.raises(RuntimeError, match="is done; no turn can follow"):
             await episode.act("b")
@@ -108,8 +107,8 @@ FAULTS = [
     ("much text", Fault.TOO_LARGE, "text has more than 10000 bytes"),
     ("much info", Fault.TOO_LARGE, "info has more than 10000 bytes"),
     ("many images", Fault.TOO_LARGE, "more than 4 media in an observation"),
-    ("many pixels", Fault.TOO_LARGE, "an image has more than 40000 pixels"),
-    ("many encoded bytes", Fault.TOO_LARGE, "an encoded medium has more than 1000000 bytes"),
+    ("many pixels", Fault.TOO_LARGE, "more than 40000 pixels in an image"),
+    ("many encoded bytes", Fault.TOO_LARGE, "more than 1000000 bytes of an encoded medium"),
     ("many frames", Fault.TOO_LARGE, "more than 8 frames in a video"),
     ("another type", Fault.INVALID, "returned str, expected an Observation"),
     ("nothing", Fault.INVALID, "returned NoneType, expected an Observation"),
@@ -128,7 +127,7 @@ FAULTS = [
 async def test_what_goes_wrong_is_a_reason_and_the_other_episode_goes_on(tmp_path):
     """Half of the faults come at the reset, half at a turn. Beside them, one episode goes on in the same process."""
     async with opened(tmp_path, seconds=0.4) as pool:
-        lasting = await pool.start(Counter, prompt(), 0, {"turns": 1000})
+        lasting = await pool.start("hostile:Counter", prompt(), 0, {"turns": 1000})
         for number, (how, fault, text) in enumerate(FAULTS):
             pool.metrics()
             at_reset = number % 2 == 0 and fault is not Fault.TIMED_OUT  # a reset has longer
@@ -136,13 +135,13 @@ async def test_what_goes_wrong_is_a_reason_and_the_other_episode_goes_on(tmp_pat
                 episode = await pool.start("hostile:Hostile", prompt(how if at_reset else "fine"), 0)
                 await episode.act(how)
             assert (caught.value.fault, caught.value.reason[: len(text)]) == (fault, text), how
-            assert len(caught.value.reason) < 400, how
+            assert len(caught.value.reason) <= 200, how
             assert (await lasting.act("on")).info["pid"] == lasting.observation.info["pid"]
             metrics = pool.metrics()
             assert metrics["environments/failed"] == metrics[f"environments/failed/{fault.value}"] == 1.0, how
         assert lasting.observation.text == f"on {len(FAULTS)}"
         assert len(pool.noted) == len(FAULTS) and {name for name, _ in pool.noted} == {"hostile:Hostile"}
-        assert pool.reasons["hostile:Hostile"]["the reward is nan"] == 1
+        assert ("hostile:Hostile", "the reward is nan") in pool.noted
         good = await played(pool, "hostile:Hostile", ["fine"])  # all slots are free again, but for one
         assert good[1].text == "good fine"
         assert not list(tmp_path.glob(".*.part"))
@@ -169,7 +168,7 @@ async def test_a_process_that_grew_is_replaced_between_episodes(tmp_path):
 @pytest.mark.medium
 async def test_a_process_that_is_killed_costs_its_episode_alone(tmp_path):
     async with opened(tmp_path, concurrency=3) as pool:
-        episodes = [await pool.start(Counter, prompt(), seed, {"turns": 9}) for seed in range(3)]
+        episodes = [await pool.start("hostile:Counter", prompt(), seed, {"turns": 9}) for seed in range(3)]
         pids = [episode.observation.info["pid"] for episode in episodes]
         assert len(set(pids)) == 3
         os.kill(pids[1], signal.SIGKILL)
@@ -190,11 +189,11 @@ async def test_children_end_with_their_process(tmp_path):
 @pytest.mark.medium
 async def test_episodes_wait_in_order_and_cancelled_ones_give_up_their_turn(tmp_path):
     async with opened(tmp_path, concurrency=1) as pool:
-        first = await pool.start(Counter, prompt(), 0)
+        first = await pool.start("hostile:Counter", prompt(), 0)
         begun: list[int] = []
 
         async def play(number):
-            episode = await pool.start(Counter, prompt(), number)
+            episode = await pool.start("hostile:Counter", prompt(), number)
             begun.append(number)
             await episode.act("a")
             await episode.end()
@@ -224,7 +223,7 @@ async def test_a_cancelled_turn_ends_its_episode(tmp_path):
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        assert len(await played(pool, Counter)) == 4  # the slot is free
+        assert len(await played(pool, "hostile:Counter")) == 4  # the slot is free
 
 
 async def test_closing_ends_turns_under_way(tmp_path):
@@ -245,12 +244,12 @@ async def test_closing_ends_turns_under_way(tmp_path):
 @pytest.mark.medium
 async def test_a_snapshot_is_restored_in_another_process(tmp_path):
     async with opened(tmp_path) as pool:
-        episode = await pool.start(Counter, prompt(), 3, {"turns": 4})
+        episode = await pool.start("hostile:Counter", prompt(), 3, {"turns": 4})
         assert episode.has_snapshots
         await episode.act("a")
         snapshot = await episode.snapshot()
         texts = [(await episode.act(turn)).text for turn in "bc"]
-        other = await pool.start(Counter, prompt(), 3, {"turns": 4})
+        other = await pool.start("hostile:Counter", prompt(), 3, {"turns": 4})
         await other.restore(snapshot)
         assert [(await other.act(turn)).text for turn in "bc"] == texts == ["b 5", "c 6"]
         assert (await other.act("d")).done
@@ -265,10 +264,10 @@ async def test_environments_without_snapshots_and_with_bad_ones(tmp_path):
             await episode.restore(b"")
         await episode.end()
         with pytest.raises(EnvironmentFailure, match="a snapshot is of type str, not bytes"):
-            await (await pool.start(BadSnapshots, prompt(), 0)).snapshot()
+            await (await pool.start("hostile:BadSnapshots", prompt(), 0)).snapshot()
         with pytest.raises(EnvironmentFailure, match="OSError: no state"):
-            await (await pool.start(BadSnapshots, prompt(), 0)).restore(b"")
-        assert len(await played(pool, ClosesBadly)) == 4  # a complete episode is no failure, but is counted
+            await (await pool.start("hostile:BadSnapshots", prompt(), 0)).restore(b"")
+        assert len(await played(pool, "hostile:ClosesBadly")) == 4  # a complete episode is no failure, but is counted
         assert pool.noted[-1] == (
             "ClosesBadly" if ":" not in pool.noted[-1][0] else "hostile:ClosesBadly",
             "KeyError: 'still open'",
@@ -282,15 +281,13 @@ async def test_environments_without_snapshots_and_with_bad_ones(tmp_path):
 @pytest.mark.parametrize(
     ("environment", "arguments", "text"),
     [
-        ("chess", {}, "environment is 'chess'; it must be one of gymnasium, tools, verifiers, or module:attribute"),
+        ("chess", {}, "environment is 'chess'; it must be .*module:attribute"),
         ("no_such_module:E", {}, "importing 'no_such_module' raised ModuleNotFoundError"),
         ("hostile:Nothing", {}, "hostile has no 'Nothing'; it has .*Counter"),
         ("hostile:Counter", {"speed": 1}, r"can't take the arguments {'speed': 1}"),
         ("hostile:needs_two", {"first": 1}, "missing a required argument: 'second'"),
         ("hostile:OBJECT", {"turns": 1}, r"an object, which takes no arguments such as {'turns': 1}"),
         ("hostile:no_environment", {}, "has no reset and no step method"),
-        (lambda: Counter(), {}, "which no other process can import"),
-        (iter([1, {}.keys()]), {}, "can't be sent to a process"),
     ],
 )
 async def test_an_environment_that_is_not_there_is_said(environment, arguments, text, tmp_path):
@@ -329,7 +326,7 @@ async def test_media_are_files_named_by_content(tmp_path):
         np.testing.assert_array_equal(np.asarray(load_image(paths[name])), pixels)
     grey = np.asarray(Image.fromarray(pixels).convert("L").convert("RGB"))
     np.testing.assert_array_equal(np.asarray(load_image(paths["grey"])), grey)
-    assert paths["jpeg"].endswith(".jpeg") and pathlib.Path(paths["jpeg"]).read_bytes()[:2] == b"\xff\xd8"
+    assert pathlib.Path(paths["jpeg"]).read_bytes()[:2] == b"\xff\xd8"
     assert not list(tmp_path.glob(".*.part")) and len(list(tmp_path.iterdir())) == len(
         {medium.path for observed in [*seen, *again, *other] for medium in observed.media}
     )

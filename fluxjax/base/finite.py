@@ -1,25 +1,9 @@
-"""Numbers that users' code returns, and counts of the reasons why users' code fails."""
+"""Reads numbers that users' code returns."""
 
-import collections
 import decimal
 import math
 import numbers
 from typing import Any
-
-_REASONS = 32  # reasons that are counted one by one; further reasons are counted together
-_LENGTH = 200  # characters after which a reason is cut off
-
-
-class ReasonCounts(collections.Counter[str]):
-    """The number of failures by reason, of bounded size."""
-
-    def note(self, reason: str) -> str:
-        """Counts a reason, and returns the text under which the reason is counted."""
-        reason = reason if len(reason) <= _LENGTH else f"{reason[:_LENGTH]}..."
-        if reason not in self and len(self) >= _REASONS:
-            reason = "other reasons"
-        self[reason] += 1
-        return reason
 
 
 def finite(value: Any, expected: str = "a number") -> float:
