@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..base.call_slots import Slots
 from ..base.errors import ConfigError, DataError
 from ..base.medium import Media, MediaKind
 from ..base.scored import Prompt
-from ..base.slots import Slots
 from ..base.worker_pool import HeldWorker, WorkerDied, WorkerError, WorkerMemory, WorkerPool, WorkerTimeout
 from ..data.sources import marked
 from .observation import EnvironmentFailure, EnvironmentLimits, Fault

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from ..base.call_slots import Slots
 from ..base.errors import said
 from ..base.scored import Completion, Reward
-from ..base.slots import Slots
 from ..base.worker_pool import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
 from ..config import RewardKindConfig
 from .named import Failing, FoundReward, RewardFailure, as_batch, as_reward, find_reward

@@ -23,7 +23,7 @@ from .named import SHAPES, Failing, FoundReward, RewardFailure, as_reward, find,
 from .rules import UNREADABLE
 
 if TYPE_CHECKING:
-    from ..base.slots import Slots
+    from ..base.call_slots import Slots
     from .calls import Caller, UsersLoop
 
 log = logging.getLogger("fluxjax.rewards")
@@ -347,7 +347,7 @@ class Scorer:
         process calls the remaining rewards."""
         if inspect.isfunction(found.value) and found.value in UNREADABLE and not found.arguments:
             return found.value, None
-        from ..base.slots import Slots
+        from ..base.call_slots import Slots
         from .calls import Callee, LocalCaller, ProcessCaller, UsersLoop
 
         def bounds_of(kind: str) -> tuple[RewardKindConfig, Slots]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -15,6 +16,7 @@ from PIL import Image
 from fluxjax.environments import Observation
 
 leaked = []
+Wrong: Any = Observation  # whose fields get values of other types
 
 
 def picture(seed, size=12):
@@ -117,30 +119,30 @@ class Hostile:
         whole = io.BytesIO()
         Image.fromarray(picture(0)).save(whole, "jpeg")
         results = {
-            "corrupt image": lambda: Observation(images=[whole.getvalue()[:-40]]),
-            "no image": lambda: Observation(images=[b"nothing"]),
-            "no video": lambda: Observation(videos=[b"nothing"]),
-            "floats": lambda: Observation(images=[picture(0) / 255]),
-            "images of another type": lambda: Observation(images=picture(0)),
-            "an image of another type": lambda: Observation(images=["image.png"]),
-            "frames of two sizes": lambda: Observation(videos=[[picture(0), picture(0, 13)]]),
-            "no frames": lambda: Observation(videos=[[]]),
-            "much text": lambda: Observation("x" * 100_000_000),
-            "much info": lambda: Observation(info={"much": "x" * 10_000_000}),
-            "many images": lambda: Observation(images=[picture(0)] * 5),
-            "many pixels": lambda: Observation(images=[np.zeros((300, 300), np.uint8)]),
-            "many encoded bytes": lambda: Observation(images=[b"x" * 2_000_000]),
-            "many frames": lambda: Observation(videos=[np.zeros((9, 4, 4, 3), np.uint8)]),
+            "corrupt image": lambda: Wrong(images=[whole.getvalue()[:-40]]),
+            "no image": lambda: Wrong(images=[b"nothing"]),
+            "no video": lambda: Wrong(videos=[b"nothing"]),
+            "floats": lambda: Wrong(images=[picture(0) / 255]),
+            "images of another type": lambda: Wrong(images=picture(0)),
+            "an image of another type": lambda: Wrong(images=["image.png"]),
+            "frames of two sizes": lambda: Wrong(videos=[[picture(0), picture(0, 13)]]),
+            "no frames": lambda: Wrong(videos=[[]]),
+            "much text": lambda: Wrong("x" * 100_000_000),
+            "much info": lambda: Wrong(info={"much": "x" * 10_000_000}),
+            "many images": lambda: Wrong(images=[picture(0)] * 5),
+            "many pixels": lambda: Wrong(images=[np.zeros((300, 300), np.uint8)]),
+            "many encoded bytes": lambda: Wrong(images=[b"x" * 2_000_000]),
+            "many frames": lambda: Wrong(videos=[np.zeros((9, 4, 4, 3), np.uint8)]),
             "another type": lambda: "some text",
             "nothing": lambda: None,
-            "text of another type": lambda: Observation(b"text"),
-            "half a surrogate": lambda: Observation("\ud800"),
-            "done of another type": lambda: Observation(done="yes"),
-            "info of another type": lambda: Observation(info={"object": object()}),
-            "nan": lambda: Observation(reward=float("nan")),
-            "infinite": lambda: Observation(reward=np.float32("inf")),
-            "no number": lambda: Observation(reward="1.0"),
-            "too few marks": lambda: Observation("<image>", images=[picture(0), picture(1)]),
+            "text of another type": lambda: Wrong(b"text"),
+            "half a surrogate": lambda: Wrong("\ud800"),
+            "done of another type": lambda: Wrong(done="yes"),
+            "info of another type": lambda: Wrong(info={"object": object()}),
+            "nan": lambda: Wrong(reward=float("nan")),
+            "infinite": lambda: Wrong(reward=np.float32("inf")),
+            "no number": lambda: Wrong(reward="1.0"),
+            "too few marks": lambda: Wrong("<image>", images=[picture(0), picture(1)]),
         }
         return results.get(how, lambda: Observation(f"good {how}", info={"pid": os.getpid()}))()
 

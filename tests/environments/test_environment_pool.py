@@ -30,12 +30,15 @@ def prompt(text: str = "go") -> Prompt:
     return Prompt("p", "source", text, "answer")
 
 
+class NotedPool(EnvironmentPool):
+    def __init__(self, folder: pathlib.Path, limits: EnvironmentLimits) -> None:
+        self.noted: list[tuple[str, str]] = []  # environments and the reasons why they failed
+        super().__init__(folder, limits, note=lambda name, text: self.noted.append((name, text)))
+
+
 @contextlib.asynccontextmanager
 async def opened(folder: pathlib.Path, **bounds):
-    noted: list[tuple[str, str]] = []
-    limits = EnvironmentLimits(**{**vars(SMALL), **bounds})
-    pool = EnvironmentPool(folder, limits, note=lambda name, text: noted.append((name, text)))
-    pool.noted = noted
+    pool = NotedPool(folder, EnvironmentLimits(**{**vars(SMALL), **bounds}))
     try:
         yield pool
     finally:
@@ -248,6 +251,7 @@ async def test_a_snapshot_is_restored_in_another_process(tmp_path):
         assert episode.has_snapshots
         await episode.act("a")
         snapshot = await episode.snapshot()
+        assert snapshot is not None
         texts = [(await episode.act(turn)).text for turn in "bc"]
         other = await pool.start("hostile:Counter", prompt(), 3, {"turns": 4})
         await other.restore(snapshot)

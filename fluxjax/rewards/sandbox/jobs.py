@@ -22,8 +22,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from ...base.call_slots import Slots
 from ...base.process_tree import descendants, resident
-from ...base.slots import Slots
 
 log = logging.getLogger(__name__)
 
