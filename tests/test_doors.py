@@ -22,6 +22,7 @@ ROOMS = (  # by the beginning of their files' names
     "fluxjax/data/local_store",
     "fluxjax/data/media_cache",
     "fluxjax/data/shadows",
+    "fluxjax/environments/",
     "fluxjax/hosts/start",
     "fluxjax/learner/critic",
     "fluxjax/learner/replay",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import select
 import socket
 import struct
 import tempfile
@@ -80,6 +81,12 @@ class Channel:
                 return message, None
             values = _mapped(descriptors[0]) if descriptors else np.frombuffer(self._exactly(inline, end), np.uint8)
             return message, values.reshape(shape)
+
+    def has_message(self, seconds: float) -> bool:
+        """Waits up to `seconds` for the begin of a message, or for the end of the other process."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(1000 * seconds))
 
     def close(self) -> None:
         self.socket.close()

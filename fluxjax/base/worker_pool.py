@@ -18,17 +18,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from .process_channel import Channel
+from .process_tree import descendants, resident
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 START_SECONDS = 120.0
 CLOSING_SECONDS = 5.0  # seconds that a process may take to end
+LOOK_SECONDS = 0.1  # seconds between two looks at the resident memory of a process
 # Several threads of OpenBLAS, or several heaps of glibc, would use up the bounded address space.
 ALONE = {"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+T = TypeVar("T")
+Received: TypeAlias = Callable[[Any, int, np.ndarray], object]
 
 
 class WorkerTimeout(Exception):
@@ -93,8 +97,16 @@ class _Process:
     def lives(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def resident(self) -> int:
+        """The resident memory of the process and its descendants in bytes; 0 once the process has ended."""
+        return resident(descendants(self._process.pid)) if self.lives else 0
+
     def kill(self) -> None:
         if self._process.poll() is None:  # the number of an ended process may belong to another process
+            for member in reversed(descendants(self._process.pid)[1:]):  # they may have left the process group
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(member, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
@@ -139,14 +151,18 @@ class WorkerPool:
         name: str,
         made_with: Any = None,
         patient: bool = True,
+        look_at_memory: bool = False,
     ) -> None:
         """`seconds` bounds a call without its own bound. `memory_gib` is the memory that the function may take beside
         its imports. `name` is for messages. If `made_with` is not None, the object at `function_path` makes the
         function: each process calls it once with `made_with`, before memory is bounded. A `patient` pool starts another
-        process only after a call has waited as long as a start takes."""
+        process only after a call has waited as long as a start takes. With `look_at_memory`, `memory_gib` bounds the
+        resident memory of a process and its descendants, imports included, during calls. The address space is then not
+        bounded, because browsers and JAX reserve far more than they use."""
         self.function_path, self.workers, self.name = function_path, workers, name
         self.seconds, self.memory_gib, self._made_with = seconds, memory_gib, made_with
-        self._patient = patient
+        self._patient, self._look_at_memory = patient, look_at_memory
+        self._memory, self._memory_text = int(memory_gib * (1 << 30)), f"needs more than {memory_gib:g} GiB of memory"
         self._starting = 0
         self._start_seconds = 0.0  # duration of the last start
         self._changed = threading.Condition()
@@ -163,7 +179,7 @@ class WorkerPool:
         seconds: float | None = None,
         *,
         urgent: bool = False,
-        received: Callable[[Any, int, np.ndarray], object] = lambda result, number, array: None,
+        received: Received = lambda result, number, array: None,
     ) -> Any:
         """Returns the function's result, at most `seconds` after a process has the argument. `received` is called for
         each array after the result, with the result, the array's number and the array. Each array may take further
@@ -173,35 +189,72 @@ class WorkerPool:
         with self._turn(urgent):
             process = self._take()
             answered, begin = False, time.monotonic()
-            process.jobs += 1
             try:
-                job = {"number": process.jobs, "argument": argument, "seconds": seconds}
-                process.channel.send(job, seconds=seconds)
-                reply, _ = process.channel.receive(seconds)
-                if reply.get("number") != process.jobs:  # the process cannot be trusted any more
-                    raise WorkerDied("its reply does not belong to the job that it was sent")
-                if "memory" in reply:
-                    raise WorkerMemory(f"needs more than {self.memory_gib:g} GiB of memory")
-                for number in range(reply.get("arrays", 0)):
-                    _, array = process.channel.receive(seconds)
-                    assert array is not None
-                    received(reply["result"], number, array)
+                reply = self._reply(process, argument, seconds, received)
                 answered = True
-            except TimeoutError:
-                raise WorkerTimeout(f"timed out after {seconds:g} s") from None
-            except EOFError:
-                raise WorkerEnded(process.end()) from None
             finally:
                 self._give_back(process, answered, time.monotonic() - begin)
-        if "error" in reply:
-            raise WorkerError(reply["error"])
-        return reply["result"]
+        return _result(reply)
 
     async def acall(self, argument: Any, seconds: float | None = None) -> Any:
         """Makes a `call` in an event loop. Cancelling ends the wait, but not a call that has begun."""
+        return await asyncio.wrap_future(self._in_thread(self.call, argument, seconds))
+
+    async def ahold(self) -> HeldWorker:
+        """Waits for a process, and holds it for the calls of one caller. Raises WorkerDied, and RuntimeError once the
+        pool is closed."""
+        holding = self._in_thread(self._hold)
+        try:
+            return await asyncio.wrap_future(holding)
+        except asyncio.CancelledError:  # the thread goes on
+            holding.add_done_callback(lambda held: held.cancelled() or held.exception() or held.result().release())
+            raise
+
+    def _hold(self) -> HeldWorker:
+        with contextlib.ExitStack() as turn:
+            turn.enter_context(self._turn(urgent=False))
+            return HeldWorker(self, self._take(), turn.pop_all())
+
+    def _in_thread(self, function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
         if self._threads is None:
             self._threads = concurrent.futures.ThreadPoolExecutor(self.workers, thread_name_prefix=self.name)
-        return await asyncio.wrap_future(self._threads.submit(self.call, argument, seconds))
+        return self._threads.submit(function, *arguments)
+
+    def _reply(
+        self, process: _Process, argument: Any, seconds: float, received: Received = lambda result, number, array: None
+    ) -> dict[str, Any]:
+        """Sends an argument to a process and returns the message of its answer. After an error, the process can't be
+        used any more."""
+        process.jobs += 1
+        try:
+            job = {"number": process.jobs, "argument": argument, "seconds": seconds}
+            process.channel.send(job, seconds=seconds)
+            if self._look_at_memory:
+                self._watch(process, seconds)
+            reply, _ = process.channel.receive(seconds)
+            if reply.get("number") != process.jobs:  # the process cannot be trusted any more
+                raise WorkerDied("its reply does not belong to the job that it was sent")
+            if "memory" in reply:
+                raise WorkerMemory(self._memory_text)
+            for number in range(reply.get("arrays", 0)):
+                _, array = process.channel.receive(seconds)
+                assert array is not None
+                received(reply["result"], number, array)
+        except TimeoutError:
+            raise WorkerTimeout(f"timed out after {seconds:g} s") from None
+        except EOFError:
+            raise WorkerEnded(process.end()) from None
+        return reply
+
+    def _watch(self, process: _Process, seconds: float) -> None:
+        """Waits until a process answers. Raises WorkerMemory if its resident memory exceeds the bound."""
+        end, answered = time.monotonic() + seconds, False
+        while not answered:
+            if (left := end - time.monotonic()) <= 0:
+                raise TimeoutError
+            answered = process.channel.has_message(min(LOOK_SECONDS, left))
+            if process.resident > self._memory:
+                raise WorkerMemory(self._memory_text)
 
     def load(self) -> PoolLoad:
         return self._load
@@ -283,7 +336,7 @@ class WorkerPool:
             return None
 
     def _start(self) -> _Process:
-        memory = int(self.memory_gib * (1 << 30))
+        memory = 0 if self._look_at_memory else self._memory
         path = [os.path.abspath(folder) for folder in sys.path]  # an empty text means the current folder
         function = {"function": self.function_path, "made_with": self._made_with}
         process = _Process({**function, "path": path, "memory": memory})
@@ -315,3 +368,52 @@ class WorkerPool:
     @property
     def _closed_text(self) -> str:
         return f"the workers of {self.name} are closed"
+
+
+def _result(reply: Mapping[str, Any]) -> Any:
+    if "error" in reply:
+        raise WorkerError(reply["error"])
+    return reply["result"]
+
+
+class HeldWorker:
+    """A process of a pool that one caller holds for several calls, one at a time, until `release`."""
+
+    def __init__(self, pool: WorkerPool, process: _Process, turn: contextlib.ExitStack) -> None:
+        self._pool, self._process, self._turn = pool, process, turn
+        self._lock = threading.RLock()  # held during calls
+        self._released = False
+
+    @property
+    def resident(self) -> int:
+        """The resident memory of the process and its descendants in bytes; 0 once the process has ended."""
+        return self._process.resident
+
+    async def acall(self, argument: Any, seconds: float) -> Any:
+        """Returns the function's result, as `WorkerPool.call` does. A process that fails to answer is released.
+        Cancelling ends the wait; the caller must then call `kill`."""
+        return await asyncio.wrap_future(self._pool._in_thread(self._call, argument, seconds))
+
+    def _call(self, argument: Any, seconds: float) -> Any:
+        with self._lock:
+            if self._released:
+                raise WorkerDied("its process was released")
+            try:
+                reply = self._pool._reply(self._process, argument, seconds)
+            except BaseException:
+                self.release(fit=False)
+                raise
+        return _result(reply)
+
+    def kill(self) -> None:
+        """Ends and releases the process. A call under way raises WorkerEnded."""
+        self._process.kill()
+        self.release(fit=False)
+
+    def release(self, fit: bool = True) -> None:
+        """Gives the process back, or ends a process that is not `fit` for further callers, once."""
+        with self._lock:
+            if not self._released:
+                self._released = True
+                with self._turn:
+                    self._pool._give_back(self._process, answered=fit)

@@ -101,16 +101,22 @@ def _end_when_closed(descriptor: int) -> None:
 
 
 def bound_memory(allowed: int) -> None:
-    """Bounds the address space to its present size plus `allowed` bytes, if the system has this bound. A crash leaves
-    no core file. If the machine's memory runs out, the system kills this process rather than the run."""
+    """Bounds the address space to its present size plus `allowed` bytes, if the system has this bound and `allowed` is
+    not 0. A crash leaves no core file. If the machine's memory runs out, the system kills this process rather than the
+    run."""
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + allowed
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+        if allowed:
+            _bound_address_space(allowed)
     with contextlib.suppress(OSError):
         pathlib.Path("/proc/self/oom_score_adj").write_text(FIRST_VICTIM)
+
+
+def _bound_address_space(allowed: int) -> None:
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + allowed
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def lacked_memory(error: BaseException) -> bool:
@@ -119,7 +125,7 @@ def lacked_memory(error: BaseException) -> bool:
         isinstance(cause, MemoryError)
         # EAGAIN means that there is no memory for a thread's stack.
         or (isinstance(cause, OSError) and cause.errno in (errno.ENOMEM, errno.EAGAIN))
-        or "out of memory" in str(cause).lower()
+        or "out of memory" in said(cause).lower()
         for cause in _causes(error)
     )
 

@@ -152,7 +152,7 @@ def to_prompt(record: Mapping[str, object], fields: Fields, source: str, id: str
             if not isinstance(items, list) or not all(item and isinstance(item, str | Media) for item in items):
                 raise _refused(id, f"no {kind.value}", where, field, record, "a path or a list of paths")
             media[kind] = [_medium_at(kind, folder, item) for item in items]
-        return _marked(id, source, text, answer, media)
+        return marked(id, source, text, answer, media)
     except ValueError as error:
         raise error if isinstance(error, RecordError) else RecordError(id, str(error), where) from error
 
@@ -161,7 +161,7 @@ def _refused(id: object, reason: str, where: str, field: str, record: Mapping[st
     return RecordError(str(id), reason, f"{where}: {field!r} must be {needed}, found {reprlib.repr(record[field])}")
 
 
-def _marked(id: str, source: str, text: str, answer: str, media: Mapping[MediaKind, Sequence[Media]]) -> Prompt:
+def marked(id: str, source: str, text: str, answer: str, media: Mapping[MediaKind, Sequence[Media]]) -> Prompt:
     """Returns a prompt whose media stand in the order of the marks. A text without marks gets the marks of all media at
     its beginning. If `media` is empty (no media field), marks in the text are plain words. Raises `ValueError` with a
     short reason if marks and media disagree, or if the prompt is empty."""
@@ -175,7 +175,7 @@ def _marked(id: str, source: str, text: str, answer: str, media: Mapping[MediaKi
         text, marks = "".join(wanted) + text, wanted
     if sorted(marks) != sorted(wanted):
         raise ValueError(
-            f"{marks.count('<image>')} <image> and {marks.count('<video>')} <video> marks in the prompt for "
+            f"{marks.count('<image>')} <image> and {marks.count('<video>')} <video> marks in the text for "
             f"{wanted.count('<image>')} images and {wanted.count('<video>')} videos"
         )
     queues = {MARKS[kind]: iter(items) for kind, items in media.items()}

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import decimal
 import enum
 import functools
 import inspect
-import math
-import numbers
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -26,6 +23,7 @@ from typing import Any, ClassVar
 from sharding.door import ByName
 
 from ..base.errors import ConfigError
+from ..base.finite import finite
 from ..base.import_path import imported
 from ..base.scored import Reward
 from ..config.bounds import check_fields
@@ -163,17 +161,11 @@ def as_reward(result: Any) -> Reward:
 
 
 def _number(value: Any) -> float:
-    """Returns a finite number of Python, numpy, JAX or the like as a float, also from an array without dimensions.
-    Raises RewardFailure."""
-    number = value.item() if getattr(value, "ndim", None) == 0 else value
-    if not isinstance(number, numbers.Real | decimal.Decimal):
-        raise RewardFailure(Failing.INVALID, f"returned {type(value).__name__}, expected Reward or a number")
+    """Returns a finite number as a float. Raises RewardFailure."""
     try:
-        if not math.isfinite(number):
-            raise RewardFailure(Failing.INVALID, f"returned {float(number)}")
-        return float(number)
-    except (OverflowError, ValueError) as error:  # a number too large for a float, a signalling NaN
-        raise RewardFailure(Failing.INVALID, f"returned {type(number).__name__}, which is no float: {error}") from None
+        return finite(value, "Reward or a number")
+    except ValueError as error:
+        raise RewardFailure(Failing.INVALID, f"returned {error}") from None
 
 
 def as_batch(results: Any, count: int) -> list[Any]:

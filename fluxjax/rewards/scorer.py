@@ -23,7 +23,8 @@ from .named import SHAPES, Failing, FoundReward, RewardFailure, as_reward, find,
 from .rules import UNREADABLE
 
 if TYPE_CHECKING:
-    from .calls import Caller, Slots, UsersLoop
+    from ..base.call_slots import Slots
+    from .calls import Caller, UsersLoop
 
 log = logging.getLogger("fluxjax.rewards")
 
@@ -346,7 +347,8 @@ class Scorer:
         process calls the remaining rewards."""
         if inspect.isfunction(found.value) and found.value in UNREADABLE and not found.arguments:
             return found.value, None
-        from .calls import Callee, LocalCaller, ProcessCaller, Slots, UsersLoop
+        from ..base.call_slots import Slots
+        from .calls import Callee, LocalCaller, ProcessCaller, UsersLoop
 
         def bounds_of(kind: str) -> tuple[RewardKindConfig, Slots]:
             bounds = self._settings.kind(kind)

@@ -98,7 +98,7 @@ def test_what_is_wrong_is_said_with_file_and_line(write, record, message):
         ({"prompt": "x", "answer": "y", "images": [3]}, "no image", r":2: 'images' must be a path or a list of paths"),
         ({"prompt": "x", "answer": "y", "video": {"a": 1}}, "no video", r":2: 'video' must be a path"),
         ({**GOOD, "id": True}, "no id", r":2: 'id' must be a string or an integer, found True"),
-        ({**GOOD, "id": "b", "prompt": "<image><image>"}, "2 <image> and 0 <video> marks in the prompt for 1", ":2"),
+        ({**GOOD, "id": "b", "prompt": "<image><image>"}, "2 <image> and 0 <video> marks in the text for 1", ":2"),
         (GOOD, "an id that was used before", ":2, first in line 1"),
         ({**GOOD, "id": "b", "images": "data:image/png;base64"}, "a data URI that cannot be read", ":2"),
         ({**GOOD, "id": "b", "images": [5, "x" * 9999]}, "no image", r":2: .* found \[5, 'x{9,20}\.\.\.x+'\]"),

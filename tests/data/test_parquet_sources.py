@@ -322,7 +322,7 @@ def _filled(row):
         ({"problem": None, "answer": "y", "images": []}, "no prompt"),
         ({"problem": "x", "answer": None, "images": []}, "no answer"),
         ({"problem": "x", "answer": "y", "images": [{"bytes": None, "path": None}]}, "an empty image"),
-        ({"problem": "<image>x", "answer": "y", "images": []}, "1 <image> and 0 <video> marks in the prompt for 0"),
+        ({"problem": "<image>x", "answer": "y", "images": []}, "1 <image> and 0 <video> marks in the text for 0"),
     ],
 )
 def test_a_bad_row_is_a_record_error_and_the_others_are_usable(opened, row, reason):

@@ -22,7 +22,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from ..calls import Slots
+from ...base.call_slots import Slots
+from ...base.process_tree import descendants, resident
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,6 @@ _LOOK = 0.1  # seconds between two looks at a job's memory
 _LINGER = 5.0  # seconds for pipes to close once the processes that held them are killed
 _PARTNER = 0.5  # seconds in which the answering process may end by itself once the asking process has ended
 _CHUNK = 1 << 16
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class SandboxError(RuntimeError):
@@ -217,7 +217,7 @@ class Process:
         while self._process.returncode is None:
             await asyncio.sleep(_LOOK)
             members = descendants(self._process.pid)
-            if sum(map(_resident, members)) > self._limits.memory:
+            if resident(members) > self._limits.memory:
                 self.end("memory")
             elif members and _files(members[-1]) > self._limits.files:
                 self.end("files")
@@ -250,23 +250,6 @@ async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
 def _signal(send: Callable[[int, int], None], pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         send(pid, number)
-
-
-def descendants(pid: int) -> list[int]:
-    """Returns a process and its living descendants; the deepest are last."""
-    members = [pid]
-    for member in members:
-        with contextlib.suppress(OSError):  # the process ends meanwhile
-            for task in pathlib.Path(f"/proc/{member}/task").iterdir():
-                members += map(int, (task / "children").read_text().split())
-    return members
-
-
-def _resident(pid: int) -> int:
-    try:
-        return int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
-    except (OSError, IndexError):
-        return 0
 
 
 def _files(pid: int) -> int:

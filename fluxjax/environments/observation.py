@@ -1,0 +1,90 @@
+"""The protocol of environments: what they take and return, their bounds, and the ways in which they can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+
+from ..base.scored import Prompt
+from ..config.bounds import check_fields, positive
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+# Pixels `[height, width]` or `[height, width, channels]` (uint8; 1, 3 or 4 channels), or an encoded file's content.
+Picture: TypeAlias = "Image.Image | np.ndarray | bytes"
+# Frames of one size, `[frames, height, width, 3]` (uint8) or one by one, or an encoded file's content.
+Video: TypeAlias = "np.ndarray | Sequence[Image.Image | np.ndarray] | bytes"
+
+
+@dataclasses.dataclass
+class Observation:
+    """An environment's answer to a turn of the model. `text` has an `<image>` or `<video>` mark for each medium, in
+    order; a text without marks gets all marks at its beginning. `reward` is of this turn. `done` ends the episode.
+    `info` is for reports, in types of JSON. `fps` is the rate of given frames, in frames a second."""
+
+    text: str = ""
+    images: Sequence[Picture] = ()
+    videos: Sequence[Video] = ()
+    reward: float = 0.0
+    done: bool = False
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fps: float = 2.0
+
+
+class Environment(Protocol):
+    """Plays an episode. Methods may be `async`. An environment may also have `close()`, and both `snapshot() -> bytes`,
+    which returns the state of its episode, and `restore(snapshot)`, which sets this state after a `reset` with the same
+    prompt and seed, perhaps in another process."""
+
+    def reset(self, prompt: Prompt, seed: int) -> Observation | Awaitable[Observation]:
+        """Begins an episode and returns what the model sees beside the prompt. All chance must come from `seed`."""
+        ...
+
+    def step(self, text: str) -> Observation | Awaitable[Observation]:
+        """Answers a turn of the model."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvironmentLimits:
+    """The bounds of environments. What exceeds a bound fails its episode."""
+
+    concurrency: int = positive(8)  # environments at once, each in its process; further episodes wait in order
+    seconds: float = positive(60.0)  # seconds of a step, a snapshot, a restore
+    start_seconds: float = positive(120.0)  # seconds of a reset, the environment's imports included
+    memory_gib: float = positive(4.0)  # resident memory of a process and its descendants
+    text_bytes: int = positive(1 << 20)  # of an observation's text in UTF-8, and of its `info` in JSON
+    media: int = positive(16)  # images and videos of an observation
+    pixels: int = positive(1 << 24)  # of an image or a frame
+    frames: int = positive(1024)  # of a video
+    encoded_bytes: int = positive(1 << 26)  # of an encoded medium, and of a snapshot
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError`, naming the field, for a value of another type or beyond its bound."""
+        check_fields(self, "environment limits: ")
+
+
+class Fault(enum.Enum):
+    """The ways in which an environment can fail, as metrics count them."""
+
+    TIMED_OUT = "timed_out"
+    RAISED = "raised"
+    DIED = "died"  # the process of the environment ended
+    MEMORY = "memory"  # the process needed too much memory
+    TOO_LARGE = "too_large"  # too much text, or too many or too large media
+    MEDIUM = "medium"  # an image or a video that can't be read
+    REWARD = "reward"  # no finite number
+    INVALID = "invalid"  # an observation of another type
+
+
+class EnvironmentFailure(Exception):
+    """An environment failed, which ended its episode. `reason` is short, so that equal reasons can be counted."""
+
+    def __init__(self, fault: Fault, reason: str) -> None:
+        super().__init__(reason)
+        self.fault, self.reason = fault, reason
