@@ -115,6 +115,30 @@ class ModelInput:
         return tokens, self.feature_index_T[tokens]
 
 
+def text_input(token_ids: Sequence[int] | np.ndarray, start: int = 0) -> ModelInput:
+    """The input of a text without media, whose first token has the rotary position `start`."""
+    end = start + len(token_ids)
+    positions_3T = np.tile(np.arange(start, end, dtype=np.int32), (3, 1))
+    return ModelInput(np.asarray(token_ids, np.int32), positions_3T, np.full(len(token_ids), -1, np.int32), end)
+
+
+def joined(parts: Sequence[ModelInput], merge_unit: int) -> ModelInput:
+    """The parts of one sequence, in order, as one input. `merge_unit` patches become one feature."""
+    visions = [part.vision for part in parts if part.vision is not None]
+    features = np.cumsum([0, *(0 if part.vision is None else part.vision.num_patches // merge_unit for part in parts)])
+    index_T = [
+        np.where(part.feature_index_T >= 0, part.feature_index_T + first, -1).astype(np.int32)
+        for part, first in zip(parts, features[:-1].tolist(), strict=True)
+    ]
+    return ModelInput(
+        np.concatenate([part.token_ids_T for part in parts]).astype(np.int32),
+        np.concatenate([part.positions_3T for part in parts], axis=1),
+        np.concatenate(index_T),
+        parts[-1].next_position,
+        concatenate(visions) if visions else None,
+    )
+
+
 class OutlinedInput:
     """A prepared prompt without its large arrays, which `laid_out` makes again. The prompt keeps what plans need:
     `len`, `patches_PX`, `frame_bound`, `frame_edges` and `shown`, which a `ModelInput` has, too."""

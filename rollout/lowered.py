@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 import models
 from models.decoder import Decoder
-from models.inputs import ModelInput
+from models.inputs import ModelInput, text_input
 from sharding.walk import Params
 
 from .device import DeviceState
@@ -23,7 +23,7 @@ from .engine_weights import EngineLayout, LayerParams
 from .requests import EngineLimits
 from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS
 from .slots import PAGE_TOKENS, DecodeRound, SlotTable, pages_for
-from .turns import PREFILL_PATCHES, PrefillBatch, Prefix, by_groups, chunk_tokens, part, plan, text_input
+from .turns import PREFILL_PATCHES, PrefillBatch, Prefix, by_groups, chunk_tokens, part, plan
 
 
 class EngineArrays:

@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 import models
 from models.config import TextConfig
 from models.decoder import Decoder
-from models.inputs import PackedTokens
+from models.inputs import PackedTokens, text_input
 from sharding.cost import LINEAR_UTILISATION, PEAK_FLOPS
 from sharding.kernels.runs import CHUNK
 from sharding.mesh import Device, exact_products
@@ -39,7 +39,7 @@ from .engine_weights import on_host
 from .requests import EngineLimits
 from .slots import doubling
 from .streamed_programs import PARTS, Kept, Parts, programs
-from .turns import LEAST_TOKENS, PrefillBatch, Prefix, plan, text_input
+from .turns import LEAST_TOKENS, PrefillBatch, Prefix, plan
 
 Result = TypeVar("Result")
 Work: TypeAlias = Generator[None, None, Result]  # yields after each layer, when the device has computed it

@@ -286,13 +286,6 @@ def part(prompt: ModelInput, response_T: np.ndarray, start: int, end: int) -> Mo
     return ModelInput(token_ids_T.astype(np.int32), positions_3T, feature_index_T, following, vision)
 
 
-def text_input(token_ids: Sequence[int]) -> ModelInput:
-    """The input of a text without media."""
-    T = len(token_ids)
-    positions_3T = np.tile(np.arange(T, dtype=np.int32), (3, 1))
-    return ModelInput(np.asarray(token_ids, np.int32), positions_3T, np.full(T, -1, np.int32), T)
-
-
 def _chunk(scheduler: Scheduler, sample: RunningSample, part: ModelInput) -> StartStep:
     done, job = scheduler.computed(sample), sample.job
     context = tuple(sample.pages[: done // PAGE_TOKENS])

@@ -59,8 +59,9 @@ class Response:
     of its environment's observations between them. The first three tuples have one entry for each token. `logprobs` are
     natural logs of the probability under the sampling distribution (the behaviour policy); `versions` are the weight
     versions that the tokens come from. A token of the environment has version `ENVIRONMENT` and log-prob 0, and is not
-    trained on. `media` are the images and videos of the observations, in the order of their placeholders. Raises
-    ValueError if the first three tuples differ in length."""
+    trained on. `media` are the images and videos of the observations, in the order of their placeholders, and `rewards`
+    those of the environment, one for each of its answers. Raises ValueError if the first three tuples differ in length.
+    """
 
     rid: str
     draw: int  # `Prompt.draw` of the response's prompt
@@ -71,6 +72,7 @@ class Response:
     finish: str  # a `FinishReason` value: stop, length, abort
     temperature: float | None = None  # sampling temperature; None: `rollout.temperature`
     media: tuple[Media, ...] = ()
+    rewards: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
@@ -128,14 +130,16 @@ class Response:
         runs = [[version, len(list(run))] for version, run in groupby(self.versions)]
         columns = {"token_ids": list(self.token_ids), "logprobs": list(self.logprobs), "versions": runs}
         media = [dataclasses.asdict(medium) | {"kind": medium.kind.value} for medium in self.media]
-        return dataclasses.asdict(self) | columns | {"media": media}
+        return dataclasses.asdict(self) | columns | {"media": media, "rewards": list(self.rewards)}
 
     @classmethod
     def from_json(cls, saved: SavedState) -> "Response":
         versions = tuple(version for version, count in saved["versions"] for _ in range(count))
         tokens, logprobs = tuple(saved["token_ids"]), tuple(saved["logprobs"])
         media = tuple(Media(**{**fields, "kind": MediaKind(fields["kind"])}) for fields in saved.get("media", ()))
-        fields = {**saved, "token_ids": tokens, "logprobs": logprobs, "versions": versions, "media": media}
+        rewards = tuple(saved.get("rewards", ()))
+        columns = {"token_ids": tokens, "logprobs": logprobs, "versions": versions}
+        fields = {**saved, **columns, "media": media, "rewards": rewards}
         return cls(**fields).packed()
 
 

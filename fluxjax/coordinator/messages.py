@@ -13,6 +13,7 @@ from ..base.types import Group, Prompt, Response, Reward
 
 ABORTED = "abort"  # the value of `rollout.engine.FinishReason.ABORT`
 STOPPED = "stop"  # the value of `rollout.engine.FinishReason.STOP`
+LENGTH = "length"  # the value of `rollout.engine.FinishReason.LENGTH`
 
 
 def request_id(draw: int, attempt: int) -> str:

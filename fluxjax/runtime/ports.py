@@ -1,10 +1,15 @@
 """The runtime's collaborators, a small protocol for each, and the base class of observers."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from ..base.types import Group, PreparedPrompt, Prompt, State, TrainedStep
+from ..base.types import Group, PreparedPrompt, Prompt, Response, State, TrainedStep
+
+if TYPE_CHECKING:
+    from .episodes import Answer
 
 
 class EvaluationGivenUp(Exception):
@@ -34,6 +39,20 @@ class Trainer(Protocol):
 
     def weights(self) -> Mapping[str, Any]:
         """Returns the parameters of `version` as engines take them; the parameters must outlive the next `train`."""
+        ...
+
+
+class Environments(Protocol):
+    """Answers the turns of responses: see `episodes.Episodes`. `merge_unit` patches become one feature."""
+
+    merge_unit: int
+
+    async def act(self, prepared: PreparedPrompt, response: Response) -> Answer:
+        """Answers the last turn of a response. Raises EnvironmentFailure."""
+        ...
+
+    async def end(self, draw: int, sample: int | None = None) -> None:
+        """Ends the environments of a prompt, or of one of its samples."""
         ...
 
 

@@ -20,7 +20,8 @@ from ..base.timeline import Span, Timeline, compilations
 from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward
 from ..coordinator import Coordinator, CoordinatorError, messages
 from ..coordinator.messages import Handlers
-from .ports import Checkpointer, EvaluationGivenUp, Observer, StepReport, Trainer
+from .ports import Checkpointer, Environments, EvaluationGivenUp, Observer, StepReport, Trainer
+from .turns import ended_before, longer, session_of, to_train, turn_request, turns_of_request, turns_prefix
 
 T = TypeVar("T")
 
@@ -49,6 +50,7 @@ class Runtime:
     # (degree) -> the new engines, awake: as many engines of `degree` devices as fit. They serve the oldest weights that
     # any engine served before. No request runs during the call. None: the engines never change.
     set_parallelism: Callable[[int], Awaitable[Sequence[Engine]]] | None = None
+    environments: Environments | None = None  # answers the turns of prompts with environments
     colocated: bool = False  # engines sleep, without weights, from the trainer's computation until they get new weights
 
     def __post_init__(self, prepared: Mapping[int, PreparedPrompt] | None) -> None:
@@ -159,12 +161,20 @@ class Runtime:
     async def _generate(self, order: messages.Generate) -> None:
         """Pauses the engines until every request is queued, so that only the order of requests decides what the engines
         compute."""
+        for request in order.requests:
+            if not request.begun:  # observations of an earlier attempt are of no use
+                draw = request.prompt.draw
+                self._prepared[draw] = dataclasses.replace(self._prepared[draw], responses={})
         prepared, step = [self._prepared[request.prompt.draw] for request in order.requests], self._step
         engines = [self.engines[number] for number in sorted({request.engine for request in order.requests})]
         async with self._submitting:
             await on_all(engines, lambda engine: engine.pause())
             for prompt, request in zip(prepared, order.requests, strict=True):
                 engine = self.engines[request.engine]
+                if request.prompt.environment and request.begun:
+                    for turn in turns_of_request(request):
+                        self._begin_turn(turn, step)
+                    continue
                 self._streams[request.rid] = engine, self._spawn(self._stream, engine, prompt, request, step)
             await asyncio.sleep(0)  # new tasks run first, in the order of their creation, and queue their requests
             await on_all(engines, lambda engine: engine.resume())
@@ -180,18 +190,22 @@ class Runtime:
             del self._streams[order.rid]
 
     def _request(self, prepared: PreparedPrompt, order: messages.Request) -> GenerateRequest:
-        sampling = self.sampling
-        if order.temperature is not None:
-            sampling = dataclasses.replace(sampling, temperature=order.temperature)
         return GenerateRequest(
             rid=order.rid,
             prompt=prepared.inputs.laid_out(),
-            sampling=sampling,
+            sampling=self._sampling(order.temperature),
             n=order.n,
-            seed=(self.seed * 0x9E3779B1 + order.prompt.draw) % 2**31,  # differs for all draws of a run; fits an int32
+            seed=self._seed_of(order.prompt),
             prefix_ids=tuple(() if before is None else before.token_ids for before in order.begun),
-            need=order.need,
+            need=0 if order.prompt.environment else order.need,  # a turn that ends is no sample that has ended
+            session=session_of(order.prompt),
         )
+
+    def _sampling(self, temperature: float | None) -> SamplingParams:
+        return self.sampling if temperature is None else dataclasses.replace(self.sampling, temperature=temperature)
+
+    def _seed_of(self, prompt: Prompt) -> int:
+        return (self.seed * 0x9E3779B1 + prompt.draw) % 2**31  # differs for all draws of a run; fits an int32
 
     async def _collect(self, engine: Engine, request: GenerateRequest, order: messages.Request) -> None:
         begun = order.begun or (None,) * order.n
@@ -218,20 +232,72 @@ class Runtime:
 
     @_carry_out.of(messages.Continue)
     async def _continue(self, order: messages.Continue) -> None:
-        raise CoordinatorError("no environment")
+        """Submits turns in their order, as `_generate` submits requests."""
+        step, engines = self._step, [self.engines[n] for n in sorted({turn.engine for turn in order.turns})]
+        async with self._submitting:
+            await on_all(engines, lambda engine: engine.pause())
+            for turn in order.turns:
+                self._begin_turn(turn, step)
+            await asyncio.sleep(0)  # as in `_generate`
+            await on_all(engines, lambda engine: engine.resume())
+
+    def _begin_turn(self, turn: messages.Turn, step: int) -> None:
+        if (ended := ended_before(turn.response, self.sampling.stop_ids)) is not None:
+            return self._post(messages.ResponseFinished(ended))
+        prompt, engine = turn.prompt, self.engines[turn.engine]
+        sampling, prepared = self._sampling(turn.response.temperature), self._prepared[prompt.draw]
+        request = turn_request(turn, prepared, sampling, self._seed_of(prompt), self._merge_unit)
+        self._streams[request.rid] = engine, self._spawn(self._stream_turn, engine, request, turn, step)
+
+    @property
+    def _merge_unit(self) -> int:
+        return 1 if self.environments is None else self.environments.merge_unit
+
+    async def _stream_turn(self, engine: Engine, request: GenerateRequest, turn: messages.Turn, step: int) -> None:
+        response, chunks = turn.response, list[TokenChunk]()
+        attempt, _, _ = response.rid.partition("/")
+        try:
+            with self.timeline.span("rollout", f"engine {turn.engine}", step):
+                async for chunk in engine.generate(request):
+                    chunks.append(chunk)
+            if not chunks or chunks[-1].finish is None:
+                raise EngineError(f"request {request.rid}: the stream ended before its turn did")
+            self._post(messages.ResponseFinished(longer(response, chunks)))
+        except EngineError as error:
+            self._engine_error = error
+            self._post(messages.EngineFailed((attempt,), str(error)))
+        finally:
+            del self._streams[request.rid]
 
     @_carry_out.of(messages.Act)
     async def _act(self, order: messages.Act) -> None:
-        raise CoordinatorError("no environment")
+        response, environments = order.response, self.environments
+        if environments is None:
+            raise CoordinatorError(f"{response.rid} has an environment, but this run has none")
+        from ..environments import EnvironmentFailure
+
+        try:
+            with self.timeline.span("environment", "environment", self._step):
+                answer = await environments.act(self._prepared[response.draw], response)
+        except EnvironmentFailure as failure:
+            return self._post(messages.EnvironmentFailed(response.rid, failure.reason))
+        if (prepared := self._prepared.get(response.draw)) is not None:  # else the prompt was skipped meanwhile
+            responses = {**prepared.responses, response.sample: answer.inputs}
+            self._prepared[response.draw] = dataclasses.replace(prepared, responses=responses)
+            self._post(messages.Observed(answer.response, answer.done))
 
     @_carry_out.of(messages.Abort, messages.Park)
     async def _abort(self, order: messages.Abort | messages.Park) -> None:
         rid = order.rid if isinstance(order, messages.Abort) else order.request
+        request, _, sample = rid.partition("/")
         async with self._submitting:  # the request may not be queued yet
-            engine, _ = self._streams.get(rid.partition("/")[0], (None, None))
-        if engine is not None:
+            running = {rid: self._streams[request][0]} if request in self._streams else {}
+            running |= {id: engine for id, (engine, _) in self._streams.items() if id.startswith(turns_prefix(rid))}
+        for id, engine in running.items():
             with contextlib.suppress(EngineError):  # an engine that is gone has nothing to abort
-                await engine.abort(rid)
+                await engine.abort(id)
+        if self.environments is not None and not (isinstance(order, messages.Park) and order.keep):
+            await self.environments.end(int(request.partition(".")[0]), int(sample) if sample else None)
 
     @_carry_out.of(messages.Score)
     async def _score(self, order: messages.Score) -> None:
@@ -307,7 +373,9 @@ class Runtime:
         self._post(messages.Trained(version, metrics))
 
     def _taken(self, groups: Sequence[Group]) -> Mapping[int, PreparedPrompt]:
-        return {group.prompt.draw: self._prepared.pop(group.prompt.draw) for group in groups}
+        draws = [group.prompt.draw for group in groups]
+        taken = zip(draws, map(self._prepared.pop, draws), groups, strict=True)
+        return {draw: to_train(prepared, group, self._merge_unit) for draw, prepared, group in taken}
 
     def _forget_before(self, version: int) -> None:
         """Forgets weights that are older than `version`, since each version takes as much memory as the model."""

@@ -38,7 +38,7 @@ class TestDispatch:
     def test_every_message_has_a_handler(self, name: str) -> None:
         handlers, family = HANDLERS[name]
         assert handlers.keys() == set(family.__subclasses__())
-        assert len(family.__subclasses__()) == 14
+        assert len(family.__subclasses__()) == 16
         assert all(callable(method) for method in handlers.values())
 
     def test_answers_are_events_and_what_they_answer_instructions(self) -> None:

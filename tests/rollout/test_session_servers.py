@@ -19,13 +19,13 @@ from rollout_cases import full_logprobs, until
 from session_cases import Episode, ask, text
 
 import models
+from models.inputs import text_input
 from rollout.engine import GenerateRequest, SamplingParams
 from rollout.fleet import Fleet
 from rollout.fleet_requests import FleetJob
 from rollout.fleet_server import Server
 from rollout.requests import EngineLimits
 from rollout.sglang import ServerClient
-from rollout.turns import text_input
 from rollout.weights.published import SharedFolders
 from rollout.weights.routes import SharedMemory
 

@@ -1,0 +1,95 @@
+"""Requests for the turns of responses, and the inputs of responses that have observations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from models.inputs import ModelInput, joined, text_input
+from rollout.engine import GenerateRequest, SamplingParams, TokenChunk
+
+from ..base.types import ENVIRONMENT, Group, PreparedPrompt, Prompt, Response
+from ..coordinator.messages import ABORTED, STOPPED, Request, Turn
+
+
+def session_of(prompt: Prompt) -> str:
+    """Returns the name of a group's conversations (`GenerateRequest.session`); empty without an environment."""
+    return f"draw {prompt.draw}" if prompt.environment else ""
+
+
+def turns_prefix(rid: str) -> str:
+    """Returns what the ids of the turns of a request (`rid`) or a response (`rid/i`) begin with."""
+    request, _, sample = rid.partition("/")
+    return f"{request}.{int(sample):05d}." if sample else f"{request}."
+
+
+def turn_request(
+    turn: Turn, prepared: PreparedPrompt, sampling: SamplingParams, seed: int, merge_unit: int
+) -> GenerateRequest:
+    """Returns the request of a turn. Its prompt is the conversation so far, of which the engine may have kept a part.
+    `seed` is that of the prompt's other requests."""
+    response, tokens = turn.response, turn.response.num_tokens
+    parts = [prepared.inputs.laid_out(), *([inputs_of(prepared, response, merge_unit)] if tokens else [])]
+    return GenerateRequest(
+        rid=f"{turns_prefix(response.rid)}{tokens:08d}",  # ids of all turns have the same length
+        prompt=joined(parts, merge_unit),
+        sampling=dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - tokens),
+        # Another seed for each turn, because the random numbers of a request begin with its first new token.
+        seed=(seed + tokens * 0x85EBCA6B) % 2**31,
+        samples=(response.sample,),
+        session=session_of(turn.prompt),
+    )
+
+
+def turns_of_request(request: Request) -> Iterator[Turn]:
+    """Yields the turns with which the responses of a request go on that was begun before. A prefix of token ids would
+    not have the media of observations."""
+    for sample in request.to_come():
+        before = request.begun[sample]
+        rid = f"{request.rid}/{sample}"
+        if before is None:
+            begun = Response(rid, request.prompt.draw, sample, (), (), (), ABORTED, request.temperature)
+        else:
+            begun = dataclasses.replace(before, rid=rid)
+        yield Turn(request.prompt, begun, request.engine)
+
+
+def ended_before(response: Response, stop_ids: Sequence[int]) -> Response | None:
+    """Returns the response as the end of a turn, if it ends with one; else None."""
+    if response.num_tokens and response.versions[-1] != ENVIRONMENT and response.token_ids[-1] in stop_ids:
+        return dataclasses.replace(response, finish=STOPPED)
+    return None
+
+
+def longer(response: Response, chunks: Sequence[TokenChunk]) -> Response:
+    """Returns the response with the tokens of its turn."""
+    finish = chunks[-1].finish
+    assert finish is not None
+    return dataclasses.replace(
+        response,
+        token_ids=(*response.token_ids, *(token for chunk in chunks for token in chunk.token_ids)),
+        logprobs=(*response.logprobs, *(logprob for chunk in chunks for logprob in chunk.logprobs)),
+        versions=(*response.versions, *(version for chunk in chunks for version in chunk.versions)),
+        finish=finish.value,
+    ).packed()
+
+
+def inputs_of(prepared: PreparedPrompt, response: Response, merge_unit: int) -> ModelInput:
+    """Returns the inputs of a response. `PreparedPrompt.responses` has them up to the newest observation."""
+    before = prepared.responses.get(response.sample)
+    parts = [] if before is None else [before.laid_out()]
+    start = parts[-1].next_position if parts else prepared.inputs.laid_out().next_position
+    rest = response.token_ids[len(parts[0]) if parts else 0 :]
+    return joined([*parts, text_input(rest, start)], merge_unit)
+
+
+def to_train(prepared: PreparedPrompt, group: Group, merge_unit: int) -> PreparedPrompt:
+    """Returns the prompt with the inputs of the group's responses that have observations with media."""
+    if not prepared.responses:
+        return prepared
+    responses = {
+        sample.response.sample: inputs_of(prepared, sample.response, merge_unit)
+        for sample in group.samples
+        if sample.response.media
+    }
+    return dataclasses.replace(prepared, responses=responses)
