@@ -188,7 +188,7 @@ class Runtime:
             prompt=prepared.inputs.laid_out(),
             sampling=sampling,
             n=order.n,
-            seed=(self.seed * 0x9E3779B1 + order.prompt.draw) % 2**31,  # differs for all draws of a run; fits an int32
+            seed=request_seed(self.seed, order.prompt.draw),
             prefix_ids=tuple(() if before is None else before.token_ids for before in order.begun),
             need=order.need,
         )
@@ -394,6 +394,12 @@ class Runtime:
             if not job.cancel():
                 await asyncio.wait([future])
             raise
+
+
+def request_seed(seed: int, draw: int) -> int:
+    """Returns the seed of the requests of a draw, which fits an int32 and differs for all draws of a run. `seed` is
+    `config.seed`."""
+    return (seed * 0x9E3779B1 + draw) % 2**31
 
 
 def _join(order: messages.Request, chunks: Sequence[TokenChunk], begun: Response | None) -> Response:
