@@ -34,6 +34,7 @@ STEPS = 3
 HOSTILE = [
     "</script><script>alert(1)</script>",
     "<!--<script>",
+    "</script ",
     "]]>--></title></textarea><img src=x onerror=alert(1)>",
     "\"'`${alert(1)}\\",
     "&lt;b&gt; &amp; &#x3c;",
@@ -105,7 +106,7 @@ def contents(file: pathlib.Path) -> Contents:
     text = file.read_bytes().decode("ascii")
     found = Contents(text)
     assert [element for element, _ in found.elements] == EMPTY, "data have no elements"
-    assert len(found.scripts) == 2
+    assert len(found.scripts) == 2 and not set("<>&") & set(found.scripts[0])
     for _, attributes in found.elements:
         assert not attributes.keys() & {"src", "href", "onerror", "onload"}, "the page asks nobody for anything"
     return found
@@ -197,14 +198,15 @@ INITIAL, ONE, SEVERAL = "initial weights", "one version", "several versions"
 
 
 def found(run_dir: pathlib.Path, kind: str) -> tuple[int, int]:
-    """The step and line of a response of at least two tokens, whose tokens have these versions."""
+    """The step and line of a response of at least two tokens, whose tokens have these versions: the last of a group."""
     versions = {INITIAL: lambda v: v == [0], ONE: lambda v: len(v) == 1 and v[0] > 0, SEVERAL: lambda v: len(v) > 1}
-    return next(
-        (step, line)
+    samples = [
+        (numbers_of(base64.b64decode(record["numbers"])).sample, step, line)
         for step in dumped_steps(run_dir)
         for line, record in enumerate(read_samples(run_dir, step))
         if len(record["pieces"]) >= 2 and versions[kind](record["versions"])
-    )
+    ]
+    return max(samples)[1:]
 
 
 @pytest.mark.slow
@@ -316,7 +318,7 @@ def test_the_script_shows_hostile_texts_as_texts(tmp_path) -> None:
         assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]", row["text"])
         for word in re.findall(r"[\w</>(){}$]+", text):
             assert word in row["text"]
-    assert "\u27e8U+202E\u27e9gnirts" in rows[6]["text"] and "\u27e8U+D800\u27e9" in rows[8]["text"]
+    assert "\u27e8U+202E\u27e9gnirts" in rows[7]["text"] and "\u27e8U+D800\u27e9" in rows[9]["text"]
 
 
 def test_the_policy_of_the_page_allows_its_script_only(tmp_path) -> None:
