@@ -292,14 +292,15 @@ def dumped(run_dir: pathlib.Path, groups: list[Group], words: list[str] | None =
     return run_dir
 
 
-PLAIN = dict.fromkeys(("id", "source", "prompt", "answer", "finish", "reason", "part"), "x")
+NAMES: list[str] = ["id", "source", "prompt", "answer", "finish", "reason", "part"]
+PLAIN = dict.fromkeys(NAMES, "x")
 
 
 @settings(max_examples=third_of(60))
 @given(drawn=st.lists(st.lists(st.sampled_from(HOSTILE), max_size=3).map("".join), min_size=8, max_size=8))
 def test_hostile_texts_come_back_and_are_no_elements(tmp_path_factory, drawn) -> None:
     folder = tmp_path_factory.mktemp("hostile")
-    texts = dict(zip(PLAIN, drawn, strict=False))
+    texts = dict(zip(NAMES, drawn, strict=False))
     dumped(folder, [group(texts)], [drawn[-1], "b", "c"])
     assert view.main([str(folder)]) == 0
     (entry,) = contents(folder / "view.html").data["samples"]
@@ -310,7 +311,7 @@ def test_hostile_texts_come_back_and_are_no_elements(tmp_path_factory, drawn) ->
 
 @pytest.mark.medium
 def test_the_script_shows_hostile_texts_as_texts(tmp_path) -> None:
-    run_dir = dumped(tmp_path, [group(dict.fromkeys(PLAIN, text), draw=n) for n, text in enumerate(HOSTILE)], HOSTILE)
+    run_dir = dumped(tmp_path, [group(dict.fromkeys(NAMES, text), draw=n) for n, text in enumerate(HOSTILE)], HOSTILE)
     assert view.main([str(run_dir)]) == 0
     rows = shown(run_dir / "view.html")["pages"][0]
     assert len(rows) == len(HOSTILE)
