@@ -161,7 +161,7 @@ def test_the_page_of_a_run_has_what_was_trained_on(fitted, tmp_path, capsys) -> 
         assert np.abs(corner.astype(int) - colour).max() < 30, "the picture is that of the file"
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_script_shows_tokens_with_their_numbers(fitted, tmp_path) -> None:
     run_dir, _ = fitted
     assert view.main([str(run_dir), "--step", "3", "--out", str(tmp_path / "page.html")]) == 0
@@ -239,7 +239,7 @@ def weights_gone(run_dir: pathlib.Path) -> None:
     (run_dir / "checkpoints" / "9").mkdir(parents=True)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "arguments", "expected"),
     [
@@ -296,6 +296,7 @@ NAMES: list[str] = ["id", "source", "prompt", "answer", "finish", "reason", "par
 PLAIN = dict.fromkeys(NAMES, "x")
 
 
+@pytest.mark.medium
 @settings(max_examples=third_of(60))
 @given(drawn=st.lists(st.lists(st.sampled_from(HOSTILE), max_size=3).map("".join), min_size=8, max_size=8))
 def test_hostile_texts_come_back_and_are_no_elements(tmp_path_factory, drawn) -> None:
