@@ -77,7 +77,7 @@ class Page:
             return
         try:
             if self.pictures >= MOST_PICTURES or self.size >= self.most_bytes:
-                raise MediaError(key, "is not shown: the page is full")
+                raise MediaError("the page", "has no room for further pictures")
             shown = small_picture(self.run_dir, *ref)
             self.pictures += 1
         except Exception as error:  # decoders raise many types, and a damaged file must not cost the page
@@ -87,6 +87,7 @@ class Page:
 
     @property
     def notes(self) -> list[str]:
+        """Sentences about samples that the page lacks."""
         left_out = [f"{self.left_out} samples are left out: --step and --megabytes show others"] * bool(self.left_out)
         return left_out + [f"{self.damaged} lines of samples are damaged"] * bool(self.damaged)
 
