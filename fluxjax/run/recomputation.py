@@ -35,7 +35,8 @@ def recompute(run_dir: pathlib.Path, step: int, line: int) -> Recomputation:
     the weights of a version are not there, and the errors of `FluxTrainer`."""
     config = run_folder.read_config(run_dir)
     records = read_samples(run_dir, *dumped_steps(run_dir, step))
-    recorded = recorded_numbers(record := records[line]) if line < len(records) else None
+    record = records[line] if line < len(records) else {}
+    recorded = recorded_numbers(record)
     if recorded is None or not len(recorded.tokens):
         raise DataError(f"sample {line} of step {step} is damaged or of an earlier release, or there is no such sample")
     _check_weights(config, run_dir, set(recorded.versions.tolist()))
