@@ -5,9 +5,9 @@
     python -m fluxjax.train --config=configs/text.py            a text-only task
     python -m fluxjax.train --config.optim.lr=2e-3 --config.run_dir=runs/mine
 
-Everything the run writes lies in its run folder: config.json, metrics.jsonl, tensorboard/, samples/, checkpoints/,
-model/ (a Hugging Face folder), learning.png, timeline.png, summary.json. Running the same command on an existing
-run folder resumes it.
+Everything the run writes lies in its run folder: config.json, metrics.jsonl, tensorboard/, samples/ (fluxjax.view
+shows them), media/, checkpoints/, model/ (a Hugging Face folder), learning.png, timeline.png, summary.json. Running the
+same command on an existing run folder resumes it.
 """
 
 import signal

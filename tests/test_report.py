@@ -29,8 +29,9 @@ from fluxjax.batch.composer import Team
 from fluxjax.config import Config, ConfigError, ReportConfig
 from fluxjax.report import pictures
 from fluxjax.report.display import Display
-from fluxjax.report.metrics import MetricsLog, Summary, dump_samples, read
+from fluxjax.report.metrics import MetricsLog, Summary, read
 from fluxjax.report.prometheus import PrometheusPort, ServerCollector
+from fluxjax.report.samples import dump_samples
 from fluxjax.run import callbacks
 from fluxjax.run.callbacks import Reporter
 from fluxjax.runtime.ports import StepReport
@@ -116,7 +117,7 @@ def group(draw: int, source: str) -> Group:
 
 
 def test_samples_take_turns_between_groups(tmp_path):
-    dump_samples(tmp_path / "samples", 20, [group(0, "a"), group(1, "b")], lambda ids: f"{len(ids)} tokens", 3)
+    dump_samples(tmp_path, 20, [group(0, "a"), group(1, "b")], lambda ids, **_: f"{len(ids)} tokens", 3)
     records = [json.loads(line) for line in (tmp_path / "samples" / "000020.jsonl").read_text().splitlines()]
     assert [r["source"] for r in records] == ["a", "b", "a"]
     assert records[0] | {"response": "2 tokens", "reward": 0.0, "logprob": -0.75, "versions": [3]} == records[0]

@@ -1,4 +1,4 @@
-"""Writes metrics, samples of responses, logs of processes, and `summary.json`.
+"""Writes metrics, logs of processes, and `summary.json`.
 
 Metrics go to a JSON line for each step, to TensorBoard event files, and to a Prometheus port, if set. To show metrics
 in another way, add a class with the methods of `Board` and a line in `MetricsLog`.
@@ -20,7 +20,6 @@ from typing import Any, Protocol
 from ..base.import_path import as_if_missing
 from ..base.statuses import HostStatus, slowest
 from ..base.timeline import Span, activity, compilations, working_time
-from ..base.types import ENVIRONMENT, Group
 from ..config import ReportConfig
 from ..config.run_folder import replace_text
 
@@ -42,35 +41,6 @@ def read(file: pathlib.Path) -> list[dict[str, Any]]:
         for line in file.read_text().splitlines() if file.exists() else ():
             records.append(json.loads(line))
     return records
-
-
-def dump_samples(
-    folder: pathlib.Path, step: int, groups: Sequence[Group], decode: Callable[[Sequence[int]], str], count: int
-) -> None:
-    """Writes `count` responses of `step` to `folder/<step>.jsonl`. The groups take turns, so that several sources
-    occur."""
-    folder.mkdir(exist_ok=True)
-    most = max(len(group.samples) for group in groups)
-    turns = [(g, g.samples[turn]) for turn in range(most) for g in groups if turn < len(g.samples)]
-    with (folder / f"{step:06d}.jsonl").open("w") as file:
-        for group, sample in turns[:count]:
-            record = {
-                "step": step,
-                "source": group.prompt.source,
-                "id": group.prompt.id,
-                "prompt": group.prompt.text,
-                "media": [item.name for item in group.prompt.media],
-                "answer": group.prompt.answer,
-                "response": decode(sample.response.token_ids),
-                "finish": sample.response.finish,
-                "reward": round(sample.reward.value, 4),
-                "reason": sample.reward.reason,
-                "parts": {name: round(value, 4) for name, value in sample.reward.parts.items()},
-                "advantage": round(sample.advantage, 4),
-                "logprob": round(sum(sample.response.logprobs), 4),
-                "versions": sorted(set(sample.response.versions) - {ENVIRONMENT}),
-            }
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 @dataclasses.dataclass

@@ -22,7 +22,8 @@ from ..learner.gradients import GAP
 from ..learner.learner import Learner
 from ..report import pictures
 from ..report.display import Display
-from ..report.metrics import MetricsLog, Summary, TrainingResult, dump_samples, host_lanes, host_metrics, read
+from ..report.metrics import MetricsLog, Summary, TrainingResult, host_lanes, host_metrics, read
+from ..report.samples import dump_samples
 from ..rewards import Scorer
 from ..runtime.engine_pool import EnginePool
 from ..runtime.runtime import Observer, StepReport
@@ -135,7 +136,7 @@ class Reporter(Observer):
         run.metrics.log("rl", step, metrics, hosts)
         every = run.config.report.dump_samples_every
         if every and step % every == 0:
-            dump_samples(run.run_dir / "samples", step, report.groups, run.processor.decode, _DUMPED)
+            dump_samples(run.run_dir, step, report.groups, run.processor.decode, _DUMPED)
         self._display.step(step, metrics, seconds)
         run.tell(Callback.on_step, step, report.groups, metrics)
 

@@ -19,7 +19,7 @@ from models.processing.media_file import MediaError, PromptError
 from ..base.types import ENVIRONMENT, PreparedPrompt, Prompt, Response
 from ..coordinator.messages import LENGTH
 from ..environments import EnvironmentFailure, EnvironmentPool, Fault, LiveEpisode, Observed
-from .turns import inputs_of
+from .turns import inputs_of, request_seed
 
 LayOut = Callable[[Sequence[int], Prompt], ModelInput]  # (ids with a placeholder a medium, media) -> inputs from 0 on
 
@@ -120,10 +120,8 @@ class Episodes:
         self, prompt: Prompt, response: Response, turns: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> _Played:
         """Begins an environment and lets it hear recorded turns, each a pair (turn, observation) of token ids."""
-        seed = (self.seed * 0x9E3779B1 + prompt.draw) % 2**31
-        episode = await self.pool.start(
-            prompt.environment, prompt, seed, dict(self.arguments.get(prompt.environment, {}))
-        )
+        arguments, seed = self.arguments.get(prompt.environment, {}), request_seed(self.seed, prompt.draw)
+        episode = await self.pool.start(prompt.environment, prompt, seed, arguments)
         played = _Played(episode, (), episode.observation)
         for number, (said, seen) in enumerate(turns, 1):
             played.observed = await episode.act(self._text(said))

@@ -21,7 +21,16 @@ from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward
 from ..coordinator import Coordinator, CoordinatorError, messages
 from ..coordinator.messages import Handlers
 from .ports import Checkpointer, Environments, EvaluationGivenUp, Observer, StepReport, Trainer
-from .turns import ended_before, longer, session_of, to_train, turn_request, turns_of_request, turns_prefix
+from .turns import (
+    ended_before,
+    longer,
+    request_seed,
+    session_of,
+    to_train,
+    turn_request,
+    turns_of_request,
+    turns_prefix,
+)
 
 T = TypeVar("T")
 
@@ -195,7 +204,7 @@ class Runtime:
             prompt=prepared.inputs.laid_out(),
             sampling=self._sampling(order.temperature),
             n=order.n,
-            seed=self._seed_of(order.prompt),
+            seed=request_seed(self.seed, order.prompt.draw),
             prefix_ids=tuple(() if before is None else before.token_ids for before in order.begun),
             need=0 if order.prompt.environment else order.need,  # a turn that ends is no sample that has ended
             session=session_of(order.prompt),
@@ -203,9 +212,6 @@ class Runtime:
 
     def _sampling(self, temperature: float | None) -> SamplingParams:
         return self.sampling if temperature is None else dataclasses.replace(self.sampling, temperature=temperature)
-
-    def _seed_of(self, prompt: Prompt) -> int:
-        return (self.seed * 0x9E3779B1 + prompt.draw) % 2**31  # differs for all draws of a run; fits an int32
 
     async def _collect(self, engine: Engine, request: GenerateRequest, order: messages.Request) -> None:
         begun = order.begun or (None,) * order.n
@@ -246,7 +252,7 @@ class Runtime:
             return self._post(messages.ResponseFinished(ended))
         prompt, engine = turn.prompt, self.engines[turn.engine]
         sampling, prepared = self._sampling(turn.response.temperature), self._prepared[prompt.draw]
-        request = turn_request(turn, prepared, sampling, self._seed_of(prompt), self._merge_unit)
+        request = turn_request(turn, prepared, sampling, request_seed(self.seed, prompt.draw), self._merge_unit)
         self._streams[request.rid] = engine, self._spawn(self._stream_turn, engine, request, turn, step)
 
     @property

@@ -12,6 +12,12 @@ from ..base.types import ENVIRONMENT, Group, PreparedPrompt, Prompt, Response
 from ..coordinator.messages import ABORTED, STOPPED, Request, Turn
 
 
+def request_seed(seed: int, draw: int) -> int:
+    """Returns the seed of the requests of a draw, which fits an int32 and differs for all draws of a run. `seed` is
+    `config.seed`."""
+    return (seed * 0x9E3779B1 + draw) % 2**31
+
+
 def session_of(prompt: Prompt) -> str:
     """Returns the name of a group's conversations (`GenerateRequest.session`); empty without an environment."""
     return f"draw {prompt.draw}" if prompt.environment else ""
