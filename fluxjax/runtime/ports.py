@@ -42,6 +42,7 @@ class Trainer(Protocol):
         ...
 
 
+@runtime_checkable
 class Environments(Protocol):
     """Answers the turns of responses: see `episodes.Episodes`. `merge_unit` patches become one feature."""
 

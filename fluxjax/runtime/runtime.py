@@ -13,23 +13,27 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from models.inputs import ModelInput
 from rollout.engine import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 
 from ..base.event_loop import first_of, not_silently_cancelled, on_all
 from ..base.timeline import Span, Timeline, compilations
 from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward
 from ..coordinator import Coordinator, CoordinatorError, messages
-from ..coordinator.messages import Handlers
+from ..coordinator.messages import Handlers, request_id
 from .ports import Checkpointer, Environments, EvaluationGivenUp, Observer, StepReport, Trainer
 from .turns import (
+    begun_of,
     ended_before,
     longer,
+    only_begun,
     request_seed,
     session_of,
     to_train,
     turn_request,
     turns_of_request,
     turns_prefix,
+    with_response,
 )
 
 T = TypeVar("T")
@@ -67,6 +71,7 @@ class Runtime:
         self.engines = tuple(self.engines)
         self._preempted = 0  # preemptions on all engines, at the end of the last step
         self._prepared = dict(prepared or {})  # the prompts in flight, by draw
+        self._observed: dict[str, ModelInput] = {}  # by rid: inputs of responses behind their newest observation
         self._events: asyncio.Queue[messages.Event] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -168,23 +173,29 @@ class Runtime:
 
     @_carry_out.of(messages.Generate)
     async def _generate(self, order: messages.Generate) -> None:
-        """Pauses the engines until every request is queued, so that only the order of requests decides what the engines
-        compute."""
         for request in order.requests:
-            if not request.begun:  # observations of an earlier attempt are of no use
-                draw = request.prompt.draw
-                self._prepared[draw] = dataclasses.replace(self._prepared[draw], responses={})
+            self._forget_observations(request.prompt.draw)  # of an earlier attempt
+            self._prepared[request.prompt.draw] = only_begun(self._prepared[request.prompt.draw], request)
         prepared, step = [self._prepared[request.prompt.draw] for request in order.requests], self._step
-        engines = [self.engines[number] for number in sorted({request.engine for request in order.requests})]
+
+        def begin() -> None:
+            for prompt, request in zip(prepared, order.requests, strict=True):
+                if prompt.prompt.environment and request.begun:
+                    for turn in turns_of_request(request):
+                        self._begin_turn(turn, prompt, step)
+                else:
+                    engine = self.engines[request.engine]
+                    self._streams[request.rid] = engine, self._spawn(self._stream, engine, prompt, request, step)
+
+        await self._submit({request.engine for request in order.requests}, begin)
+
+    async def _submit(self, numbers: set[int], begin: Callable[[], None]) -> None:
+        """Pauses engines until `begin` has queued every request, so that only the order of requests decides what the
+        engines compute."""
+        engines = [self.engines[number] for number in sorted(numbers)]
         async with self._submitting:
             await on_all(engines, lambda engine: engine.pause())
-            for prompt, request in zip(prepared, order.requests, strict=True):
-                engine = self.engines[request.engine]
-                if request.prompt.environment and request.begun:
-                    for turn in turns_of_request(request):
-                        self._begin_turn(turn, step)
-                    continue
-                self._streams[request.rid] = engine, self._spawn(self._stream, engine, prompt, request, step)
+            begin()
             await asyncio.sleep(0)  # new tasks run first, in the order of their creation, and queue their requests
             await on_all(engines, lambda engine: engine.resume())
 
@@ -229,7 +240,7 @@ class Runtime:
                     continue
                 chunks, before = open_samples.pop(chunk.sample), begun[chunk.sample]
                 if before is None or before.finish == FinishReason.ABORT.value:  # else it was complete before
-                    self._post(messages.ResponseFinished(_join(order, chunks, before)))
+                    self._post(messages.ResponseFinished(longer(begun_of(order, chunk.sample), chunks)))
         finally:
             if (close := getattr(stream, "aclose", None)) is not None:
                 await close()
@@ -238,21 +249,22 @@ class Runtime:
 
     @_carry_out.of(messages.Continue)
     async def _continue(self, order: messages.Continue) -> None:
-        """Submits turns in their order, as `_generate` submits requests."""
-        step, engines = self._step, [self.engines[n] for n in sorted({turn.engine for turn in order.turns})]
-        async with self._submitting:
-            await on_all(engines, lambda engine: engine.pause())
-            for turn in order.turns:
-                self._begin_turn(turn, step)
-            await asyncio.sleep(0)  # as in `_generate`
-            await on_all(engines, lambda engine: engine.resume())
+        for turn in order.turns:
+            draw, inputs = turn.prompt.draw, self._observed.pop(turn.response.rid)
+            self._prepared[draw] = with_response(self._prepared[draw], turn.response.sample, inputs)
+        prepared, step = [self._prepared[turn.prompt.draw] for turn in order.turns], self._step
 
-    def _begin_turn(self, turn: messages.Turn, step: int) -> None:
+        def begin() -> None:
+            for turn, prompt in zip(order.turns, prepared, strict=True):
+                self._begin_turn(turn, prompt, step)
+
+        await self._submit({turn.engine for turn in order.turns}, begin)
+
+    def _begin_turn(self, turn: messages.Turn, prepared: PreparedPrompt, step: int) -> None:
         if (ended := ended_before(turn.response, self.sampling.stop_ids)) is not None:
             return self._post(messages.ResponseFinished(ended))
-        prompt, engine = turn.prompt, self.engines[turn.engine]
-        sampling, prepared = self._sampling(turn.response.temperature), self._prepared[prompt.draw]
-        request = turn_request(turn, prepared, sampling, request_seed(self.seed, prompt.draw), self._merge_unit)
+        engine, seed = self.engines[turn.engine], request_seed(self.seed, turn.prompt.draw)
+        request = turn_request(turn, prepared, self._sampling(turn.response.temperature), seed, self._merge_unit)
         self._streams[request.rid] = engine, self._spawn(self._stream_turn, engine, request, turn, step)
 
     @property
@@ -287,10 +299,8 @@ class Runtime:
                 answer = await environments.act(self._prepared[response.draw], response)
         except EnvironmentFailure as failure:
             return self._post(messages.EnvironmentFailed(response.rid, failure.reason))
-        if (prepared := self._prepared.get(response.draw)) is not None:  # else the prompt was skipped meanwhile
-            responses = {**prepared.responses, response.sample: answer.inputs}
-            self._prepared[response.draw] = dataclasses.replace(prepared, responses=responses)
-            self._post(messages.Observed(answer.response, answer.done))
+        self._observed[response.rid] = answer.inputs
+        self._post(messages.Observed(answer.response, answer.done))
 
     @_carry_out.of(messages.Abort, messages.Park)
     async def _abort(self, order: messages.Abort | messages.Park) -> None:
@@ -307,13 +317,17 @@ class Runtime:
 
     @_carry_out.of(messages.Score)
     async def _score(self, order: messages.Score) -> None:
+        response, prompt = order.response, self._prepared[order.response.draw].prompt
+        if self.environments is not None:  # a response may end within a turn
+            await self.environments.end(response.draw, response.sample)
         with self.timeline.span("reward", "reward", self._step):
-            reward = await self.score(self._prepared[order.response.draw].prompt, order.response)
+            reward = await self.score(prompt, response)
         self._post(messages.RewardReady(order.response.rid, reward))
 
     @_carry_out.of(messages.Skip)
     async def _skip(self, order: messages.Skip) -> None:
         del self._prepared[order.prompt.draw]
+        self._forget_observations(order.prompt.draw)
         self._tell(lambda observer: observer.on_skip(order.prompt, order.reason))
 
     @_carry_out.of(messages.Lend)
@@ -380,8 +394,14 @@ class Runtime:
 
     def _taken(self, groups: Sequence[Group]) -> Mapping[int, PreparedPrompt]:
         draws = [group.prompt.draw for group in groups]
+        for draw in draws if self._observed else ():
+            self._forget_observations(draw)
         taken = zip(draws, map(self._prepared.pop, draws), groups, strict=True)
         return {draw: to_train(prepared, group, self._merge_unit) for draw, prepared, group in taken}
+
+    def _forget_observations(self, draw: int) -> None:
+        begin = request_id(draw, 0).partition(".")[0]
+        self._observed = {rid: inputs for rid, inputs in self._observed.items() if not rid.startswith(f"{begin}.")}
 
     def _forget_before(self, version: int) -> None:
         """Forgets weights that are older than `version`, since each version takes as much memory as the model."""
@@ -476,21 +496,3 @@ class Runtime:
             if not job.cancel():
                 await asyncio.wait([future])
             raise
-
-
-def _join(order: messages.Request, chunks: Sequence[TokenChunk], begun: Response | None) -> Response:
-    """Joins the earlier part of a response and its new chunks. `Response.packed` is called here, while other responses
-    are generated."""
-    parts = chunks if begun is None else [begun, *chunks]
-    last = chunks[-1]
-    assert last.finish is not None
-    return Response(
-        rid=f"{order.rid}/{last.sample}",
-        draw=order.prompt.draw,
-        sample=last.sample,
-        token_ids=tuple(token for part in parts for token in part.token_ids),
-        logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
-        versions=tuple(version for part in parts for version in part.versions),
-        finish=last.finish.value,
-        temperature=order.temperature,
-    ).packed()

@@ -51,13 +51,29 @@ def turns_of_request(request: Request) -> Iterator[Turn]:
     """Yields the turns with which the responses of a request go on that was begun before. A prefix of token ids would
     not have the media of observations."""
     for sample in request.to_come():
-        before = request.begun[sample]
-        rid = f"{request.rid}/{sample}"
-        if before is None:
-            begun = Response(rid, request.prompt.draw, sample, (), (), (), ABORTED, request.temperature)
-        else:
-            begun = dataclasses.replace(before, rid=rid)
-        yield Turn(request.prompt, begun, request.engine)
+        yield Turn(request.prompt, begun_of(request, sample), request.engine)
+
+
+def begun_of(request: Request, sample: int) -> Response:
+    """Returns what a response of a request begins with."""
+    rid, before = f"{request.rid}/{sample}", request.begun[sample] if request.begun else None
+    if before is None:
+        return Response(rid, request.prompt.draw, sample, (), (), (), ABORTED, request.temperature)
+    return dataclasses.replace(before, rid=rid, temperature=request.temperature)
+
+
+def with_response(prepared: PreparedPrompt, sample: int, inputs: ModelInput) -> PreparedPrompt:
+    """Returns the prompt with the inputs of a response."""
+    return dataclasses.replace(prepared, responses={**prepared.responses, sample: inputs})
+
+
+def only_begun(prepared: PreparedPrompt, request: Request) -> PreparedPrompt:
+    """Returns the prompt without the inputs of responses that the request begins anew."""
+    if not prepared.responses:
+        return prepared
+    begun = {sample for sample, before in enumerate(request.begun) if before is not None}
+    responses = {sample: inputs for sample, inputs in prepared.responses.items() if sample in begun}
+    return dataclasses.replace(prepared, responses=responses)
 
 
 def ended_before(response: Response, stop_ids: Sequence[int]) -> Response | None:
@@ -68,7 +84,8 @@ def ended_before(response: Response, stop_ids: Sequence[int]) -> Response | None
 
 
 def longer(response: Response, chunks: Sequence[TokenChunk]) -> Response:
-    """Returns the response with the tokens of its turn."""
+    """Returns the response with the tokens of its turn. `Response.packed` is called here, while other responses are
+    generated."""
     finish = chunks[-1].finish
     assert finish is not None
     return dataclasses.replace(
@@ -81,8 +98,11 @@ def longer(response: Response, chunks: Sequence[TokenChunk]) -> Response:
 
 
 def inputs_of(prepared: PreparedPrompt, response: Response, merge_unit: int) -> ModelInput:
-    """Returns the inputs of a response. `PreparedPrompt.responses` has them up to the newest observation."""
+    """Returns the inputs of a response. `PreparedPrompt.responses` has them up to the newest observation. Raises
+    ValueError for observations with media whose inputs are not there."""
     before = prepared.responses.get(response.sample)
+    if before is None and response.media:
+        raise ValueError(f"the inputs of the observations in response {response.rid} are missing")
     parts = [] if before is None else [before.laid_out()]
     start = parts[-1].next_position if parts else prepared.inputs.laid_out().next_position
     rest = response.token_ids[len(parts[0]) if parts else 0 :]

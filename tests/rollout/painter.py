@@ -1,0 +1,31 @@
+"""An environment that shows a picture after each turn, and one that answers in another way each time it is begun."""
+
+import itertools
+import zlib
+
+import numpy as np
+
+from fluxjax.environments import Observation
+from fluxjax.rewards import Prompt
+
+PICTURES = 2  # at most
+begun = itertools.count()
+
+
+class Painter:
+    """Answers with a picture that depends on all turns. Some turns end the episode."""
+
+    def reset(self, prompt: Prompt, seed: int) -> Observation:
+        self.state, self.turns = seed, 0
+        return Observation()
+
+    def step(self, text: str) -> Observation:
+        self.state, self.turns = zlib.crc32(text.encode(), self.state), self.turns + 1
+        done = self.turns > PICTURES or self.state % 5 == 0
+        picture = np.random.default_rng(self.state).integers(0, 256, (28, 28 * (1 + self.state % 2), 3), np.uint8)
+        return Observation("see <image> now", [picture], reward=0.25 * self.turns, done=done)
+
+
+class Fickle(Painter):
+    def reset(self, prompt: Prompt, seed: int) -> Observation:
+        return super().reset(prompt, seed + next(begun))

@@ -1,0 +1,208 @@
+"""Runs of episodes with images in several turns: the real coordinator, engine, processor, and environments in
+processes. Everything that is trained on is what was sampled and observed, token for token."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+from painter import PICTURES
+from protocol_cases import model, processor
+from runtime_cases import Run, Source, Trainer, limited
+
+import models
+from fluxjax.base.types import ENVIRONMENT, Group, PreparedPrompt, Prompt, Response, TrainedStep
+from fluxjax.batch.composer import Composer
+from fluxjax.batch.composition import unpack
+from fluxjax.config import Config
+from fluxjax.coordinator.policies.april import April
+from fluxjax.data.tickets import source_of
+from fluxjax.environments import EnvironmentFailure, EnvironmentLimits, EnvironmentPool, Fault
+from fluxjax.runtime.episodes import Episodes, turns_of
+from models.decoder import logprobs
+from models.inputs import ModelInput
+from models.processing.conversation import ObservationProcessor, TurnDelimiters
+from models.processing.processor import PADS
+from rollout.engine import SamplingParams
+from rollout.jax_engine import JaxEngine
+from sharding.walk import Walk
+
+KIND, MOST, GAP = "vl", 90, 1e-4
+END = processor(KIND).eos_ids[0]
+
+
+class Prompts(Source):
+    environment = "painter:Painter"
+
+    async def draw(self, count: int) -> Any:
+        drawn, skipped = await super().draw(count)
+        inputs = processor(KIND).prepare("what is this?")
+        named = (dataclasses.replace(one.prompt, environment=self.environment) for one in drawn)
+        return [PreparedPrompt(prompt, inputs) for prompt in named], skipped
+
+
+class Kept(Trainer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[tuple[Group, ...], dict[int, PreparedPrompt]]] = []
+
+    def train(self, step: int, groups: Any, prepared: Any) -> TrainedStep:
+        self.steps.append((groups, dict(prepared)))
+        return super().train(step, groups, prepared)
+
+    def weights(self) -> Any:
+        """Those of another random model in each version."""
+        return models.split(model(KIND, self.version))[1]
+
+
+def lay_out(ids: Any, prompt: Prompt) -> ModelInput:
+    return processor(KIND).prepare_ids(ids, [(medium.kind.value, source_of(medium)) for medium in prompt.media])
+
+
+def episodes_in(folder: pathlib.Path, concurrency: int = 6) -> Episodes:
+    pool = EnvironmentPool(folder, EnvironmentLimits(concurrency=concurrency, seconds=60.0))
+    return Episodes(pool, ObservationProcessor(processor(KIND), TurnDelimiters()), lay_out, MOST, seed=7)
+
+
+class EpisodeRun(Run):
+    def __init__(self, folder: pathlib.Path, **settings: Any) -> None:
+        self.engine = JaxEngine(model(KIND), slots=4, max_sequence_tokens=160)
+        super().__init__(self.engine, **settings)  # type: ignore[arg-type]
+        self.source, self.trainer = Prompts(), Kept()
+        self.episodes = episodes_in(folder)
+
+    def build(self) -> Any:
+        runtime = super().build()
+        runtime.environments = self.episodes
+        never = tuple(processor(KIND).media_token_ids)
+        runtime.sampling = SamplingParams(max_new_tokens=MOST, stop_ids=(END,), forbidden_ids=never)
+        return runtime
+
+    async def _go(self) -> Any:
+        try:
+            return await self.build().run()
+        finally:
+            await self.episodes.pool.close()
+            await self.engine.close()
+
+
+def assert_played(prepared: PreparedPrompt, response: Response) -> None:
+    """A response is turns and observations in alternation; each observation shows its picture."""
+    turns = turns_of(response)
+    tokenizer, pad = processor(KIND), processor(KIND).media_token_ids
+    for number, (said, seen) in enumerate(turns):
+        assert not set(said) & set(pad) and END not in said[:-1]
+        if number < len(turns) - 1:
+            assert said[-1] == END and tokenizer.decode(list(seen)).split() == ["see", "now"]
+    assert len(response.media) == len(turns) - 1 <= PICTURES
+    if response.media:
+        inputs = prepared.responses[response.sample].laid_out()
+        assert inputs.token_ids_T.tolist() == list(response.token_ids)
+        want = tokenizer.prepare_ids(
+            _single(response.token_ids), [(m.kind.value, source_of(m)) for m in response.media]
+        )
+        assert want.vision is not None and inputs.vision is not None
+        np.testing.assert_array_equal(inputs.vision.patches_PX, want.vision.patches_PX)
+        np.testing.assert_array_equal(inputs.feature_index_T, want.feature_index_T)
+        np.testing.assert_array_equal(inputs.positions_3T, want.positions_3T + prepared.inputs.laid_out().next_position)
+
+
+def _single(ids: Any) -> list[int]:
+    """The ids with one placeholder in the place of each run."""
+    pad = processor(KIND).tokenizer.token_to_id(PADS["image"])
+    return [token for n, token in enumerate(ids) if n == 0 or token != pad or ids[n - 1] != pad]
+
+
+def trainer_logprobs(groups: Any, prepared: Any, seed: int) -> dict[tuple[int, int], np.ndarray]:
+    config = Config()
+    config.packing.tokens_per_row, config.packing.rows_per_device, config.packing.patches_per_device = 160, 8, 512
+    trained = model(KIND, seed)
+    vision, text = trained.config.vision, trained.config.text
+    composition = Composer(config, 1, vision, text).compose(groups, prepared)
+    forbidden = tuple(processor(KIND).media_token_ids)
+    found = [logprobs(trained, b.inputs, Walk(), never_sampled=forbidden)[0] for b in composition.batches]
+    return unpack(composition, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [None, April(oversample=2.0)], ids=["synchronous", "april"])
+def test_what_is_trained_on_is_what_was_sampled_and_observed(tmp_path: pathlib.Path, policy: Any) -> None:
+    """With APRIL, episodes are parked, also between two turns, and go on under new weights."""
+    run = EpisodeRun(tmp_path, steps=3, prompts_per_step=2, group_size=4, max_new_tokens=MOST, policy=policy)
+    limited(run._go())
+    assert run.coordinator.ledger.trained == 6
+    several = pictures = versions = 0
+    entire = all_of(run.trainer.steps)
+    trained = [trainer_logprobs(*entire, version) for version in range(3)]
+    for groups, prepared in run.trainer.steps:
+        for group in groups:
+            assert sorted(sample.response.sample for sample in group.samples) == [0, 1, 2, 3]
+            for response in (sample.response for sample in group.samples):
+                assert_played(prepared[response.draw], response)
+                several, pictures = several + bool(response.media), pictures + len(response.media)
+                said = [(p, v) for p, v in zip(response.logprobs, response.versions, strict=True) if v != ENVIRONMENT]
+                ours = [trained[v][response.draw, response.sample][n] for n, (_, v) in enumerate(said)]
+                np.testing.assert_allclose(ours, [p for p, _ in said], rtol=0, atol=GAP)
+                versions += len({v for _, v in said}) > 1
+    assert several > 3 and pictures > several and (versions > 0) == (policy is not None)
+    live = {draw for draw, _ in run.episodes._live}
+    assert live <= run.coordinator.ledger.entries.keys(), "environments of prompts that are done live on"
+
+
+def all_of(steps: Any) -> Any:
+    groups = tuple(group for groups, _ in steps for group in groups)
+    return groups, {draw: prompt for _, prepared in steps for draw, prompt in prepared.items()}
+
+
+@pytest.mark.medium
+def test_an_environment_that_is_gone_hears_the_recorded_turns_again(tmp_path: pathlib.Path) -> None:
+    """It must then answer as before. The answer to a turn that it has heard is not asked for again."""
+
+    async def play(environment: str) -> tuple[Any, Any, Any]:
+        episodes, prompt = episodes_in(tmp_path), Prompt("p", "s", "?", "", draw=4, environment=environment)
+        prepared, tokens = PreparedPrompt(prompt, processor(KIND).prepare("what?")), processor(KIND).encode
+        said = Response("00000004.00/2", 4, 2, (*tokens("ab"), END), (-1.0,) * 3, (0,) * 3, "stop")
+        try:
+            first = await episodes.act(prepared, said)
+            assert first.response == (await episodes.act(prepared, said)).response
+            prepared = dataclasses.replace(prepared, responses={2: first.inputs})
+            longer = first.response
+            ids = (*longer.token_ids, *tokens("cd e"), END)
+            more = len(ids) - longer.num_tokens
+            said = dataclasses.replace(
+                longer,
+                token_ids=ids,
+                logprobs=(*longer.logprobs, *(-1.0,) * more),
+                versions=(*longer.versions, *(1,) * more),
+            )
+            second = await episodes.act(prepared, said)
+            await episodes.end(4)
+            return first, second, await episodes.act(prepared, said)
+        finally:
+            await episodes.pool.close()
+
+    first, second, again = limited(play("painter:Painter"))
+    assert not first.done and first.response.media and (second.response, second.done) == (again.response, again.done)
+    with pytest.raises(EnvironmentFailure, match="was begun anew, and answers turn 1 otherwise than before"):
+        limited(play("painter:Fickle"))
+
+
+@pytest.mark.slow
+def test_an_environment_that_fails_costs_an_attempt_and_is_named(tmp_path: pathlib.Path) -> None:
+    run = EpisodeRun(tmp_path, steps=1, prompts_per_step=1, group_size=2, max_new_tokens=MOST, max_attempts=2)
+    heard: list[int] = []
+    act = run.episodes.act
+
+    async def failing(prepared: PreparedPrompt, response: Response) -> Any:
+        heard.append(response.draw)
+        if response.draw == 0:
+            raise failure
+        return await act(prepared, response)
+
+    failure = EnvironmentFailure(Fault.RAISED, "out of order")
+    run.episodes.act = failing  # type: ignore[method-assign]
+    limited(run._go())
+    [skipped] = run.coordinator.ledger.skipped
+    assert skipped.draw == 0 and skipped.reason == "failed 2 times, last: out of order"
+    assert run.coordinator.ledger.trained == 1 and heard.count(0) >= 2
