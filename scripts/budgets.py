@@ -44,7 +44,8 @@ CORE = ("fluxjax", "models", "sharding", "rollout")
 PACKAGES = tuple(f"{ROOT / package}{os.sep}" for package in CORE)
 FLAGS = ["--config=configs/text.py:debug", "--config.steps=1", "--config.warm_start.steps=0"]
 BUDGETS = {
-    "core lines": 53_300,  # 50,000; 2,500 for Qwen3-VL and Qwen3.5; 800 for the engine and the step on a GPU
+    # 50,000; 2,500 for Qwen3-VL and Qwen3.5; 800 for the engine and the step on a GPU; 3,000 for episodes
+    "core lines": 56_300,
     "settings": 130,
     "files that a run imports": 200,
     "files of a step": 25,
