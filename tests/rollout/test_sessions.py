@@ -261,8 +261,8 @@ class History:
 
     def __init__(self, device, rng):
         self.device, self.rng = device, rng
-        self.episodes = {}  # by session and number
         self.asked = {}  # by rid: the conversations that it answers
+        self.prefixes = {}  # by rid: the tokens with which its responses begin
         self.ended, self.used = set(), 0  # requests whose answers were read; pages that a turn did not compute
         match = device.scheduler.kept.match
 
@@ -290,7 +290,11 @@ class History:
         rid = f"r{len(self.asked)}"
         how = {"max_new_tokens": int(self.rng.integers(1, 20)), "stop_ids": (STOP,)}
         self.asked[rid] = episodes
-        self.device.submit(episodes[0].request(rid, len(episodes), **how))
+        request = episodes[0].request(rid, len(episodes), **how)
+        if self.rng.integers(0, 4) == 0:  # tokens of this turn come from another engine
+            request = dataclasses.replace(request, prefix_ids=tuple((1,) * number for number, _ in enumerate(episodes)))
+        self.prefixes[rid] = request.prefix_ids or ((),) * len(episodes)
+        self.device.submit(request)
 
     def resume(self):
         """Goes on with a conversation whose last turn has ended; sometimes with a context that was rewritten."""
@@ -300,6 +304,7 @@ class History:
                 answer = device.answers[rid, sample]
                 if answer.finish in (FinishReason.STOP, FinishReason.LENGTH) and (rid, sample) not in self.ended:
                     self.ended.add((rid, sample))
+                    episode.parts.append(("text", self.prefixes[rid][sample]))
                     episode.add(answer, *self.parts(0, 9))
                     if rng.integers(0, 4) == 0:
                         episode.parts[int(rng.integers(0, len(episode.parts)))] = text(4, 5)
