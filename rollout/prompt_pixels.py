@@ -25,6 +25,7 @@ from models.shadow import Fetch, Rows, ShadowTensor
 from .slots import geometric
 
 THREADS = 4  # threads that wait for pixels
+AHEAD_JOBS = 64  # the most waiting requests whose pixels are fetched ahead
 AHEAD_PATCHES = 8192  # the most patches that are fetched ahead of `take`: about those of one or two turns
 LEAST_FEATURES = 16  # the fewest features of a compiled program
 

@@ -156,7 +156,7 @@ class SlotTable:
         self.top_p_N[slots] = sampling.top_p
         self.top_k_N[slots] = sampling.top_k
         self.seed_N2[slots] = seed_words(request.seed)
-        self.sample_N[slots] = [request.numbers[i] for i in samples]
+        self.sample_N[slots] = [request.samples[i] for i in samples] if request.samples else samples
         self.stop_ids_NI = _with_ids(self.stop_ids_NI, slots, sampling.stop_ids)
         self.forbidden_ids_NI = _with_ids(self.forbidden_ids_NI, slots, sampling.forbidden_ids)
 

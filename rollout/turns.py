@@ -19,6 +19,7 @@ samples.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -238,10 +239,10 @@ def _features(scheduler: Scheduler, job: Job, part: ModelInput, end: int) -> Fea
 def pixels_ahead(scheduler: Scheduler) -> Iterator[ShadowTensor]:
     """Yields patches to fetch for turns after the planned turn, in about the order of their use. Yields about
     `AHEAD_PATCHES` patches, and at least one tensor if any prompt needs patches."""
-    from .prompt_pixels import AHEAD_PATCHES, PromptFeatures
+    from .prompt_pixels import AHEAD_JOBS, AHEAD_PATCHES, PromptFeatures
 
     most = AHEAD_PATCHES
-    for job in scheduler.upcoming():
+    for job in itertools.islice(scheduler.upcoming(), AHEAD_JOBS):
         prompt = scheduler.prompt_to_compute(job)
         if prompt.vision is None or not isinstance(prompt.vision.patches_PX, ShadowTensor):
             continue

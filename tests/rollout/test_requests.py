@@ -95,6 +95,7 @@ BAD = [
     *(("samples", v, "samples=.* must be n=2 different numbers") for v in ((0,), (1, 1), (-1, 2), (0, 1, 2), (3, 3))),
     *(("samples", v, "samples=.* must be a tuple of integers") for v in (None, 2, (0, 1.0), (True, 0))),
     ("samples", (0, 2**31), "samples=.* must be in"),
+    ("session", 7, "session must be a string, not 7"),
     ("prompt", None, "prompt must be a ModelInput"),
     ("prompt", [1, 2], "prompt must be a ModelInput"),
     ("prompt.token_ids_T", ROW[:0], "the prompt has no tokens"),

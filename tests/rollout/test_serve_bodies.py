@@ -61,6 +61,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"image_data": ["\ud800"]}, "image_data must have media in the format"),
     ({"rid": "\ud800", "input_ids": [1, 60]}, "vocabulary of"),
     ({"\ud800": 1}, "is not supported"),
+    ({"session_id": 3}, "session_id must be a string"),
     ({"sampling_params": {"n": 2}}, "n=2 must be in 1 .. 1"),
     ({"sampling_params": {"max_new_tokens": "3"}}, "max_new_tokens=.3. must be an integer"),
     ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens=0"),

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 import rollout_cases
@@ -104,6 +105,12 @@ async def test_29_to_31_a_conversation_stays_on_its_server_and_leaves_it_without
     kept = servers.engines[1]._scheduler
     await until(lambda: kept.pool.free == kept.pool.total)
     assert not fleet.homes
+    await turn(fleet.seats[1], begin("flushed", 1), 0)
+    async with aiohttp.ClientSession() as client:
+        async with client.post(f"{servers.upstream[1]}/flush_cache") as reply:
+            assert reply.status == 200 and kept.pool.free == kept.pool.total
+        async with client.post(f"{servers.upstream[1]}/end_session", json={"session_id": ""}) as reply:
+            assert reply.status == 400 and "session_id must be a string that is not empty" in await reply.text()
 
 
 async def test_30_a_turn_leaves_a_server_that_is_full_or_can_not_be_used():
