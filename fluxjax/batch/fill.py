@@ -24,8 +24,8 @@ from sharding.spread.shapes import Sizes
 from ..base.scored import ENVIRONMENT, bytes_of, numbers_of
 from ..base.types import Columns, TrainBatch
 from .composition import Composition, Microbatch
-from .part import Part, Room, rows_of
-from .share import PROMPT, Groups, Outline, Piece, Row, Share, Source, TrainGroup, sources_of
+from .part import Part, Room, inputs_of, rows_of, sources_of
+from .share import PROMPT, Groups, Outline, Piece, Row, Share, Source, TrainGroup
 
 
 @dataclasses.dataclass
@@ -311,7 +311,7 @@ def _media(
     parts: list[VisionInput] = []
     used = 0
     for item, response in sources_of((piece for row in rows for piece in row), groups):
-        part = groups[item].source(response).laid_out().vision
+        part = inputs_of((item, response), groups).laid_out().vision
         if part is not None:
             first[item, response] = used // vision.merge_unit
             parts.append(part)

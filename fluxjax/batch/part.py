@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from models.config import VisionConfig
-from models.inputs import ARRAYS, VisionInput, blank, concatenate, side_by_side
+from models.inputs import ARRAYS, PromptInput, VisionInput, blank, concatenate, side_by_side
 from sharding.mesh import binary_axes, replica_size
 from sharding.planner.plan import PlanError, ShardPlan
 from sharding.planner.vision_units import spread_vision
@@ -24,7 +24,7 @@ from sharding.spread.buffers import Layout, lay, size_cost
 from sharding.spread.route import ExchangeRoute, crossings, route
 from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
-from .share import PROMPT, Groups, Outline, Piece, Source, runs_bound, sources_of
+from .share import PROMPT, Groups, Outline, Piece, Source, runs_bound
 
 # Tokens that a device exports in a round of a degree above 1, at most. An exported token predicts a token of another
 # device. The last token of the device's chunk predicts the next chunk's first token. A prompt's last token in the chunk
@@ -127,7 +127,7 @@ class Part:
             lengths = group.columns.numbers_G4[list(piece.responses), 1].tolist()
             for response, length in zip((PROMPT, *piece.responses), (len(group.inputs), *lengths), strict=True):
                 if (first := self.media.first_feature.get((piece.item, response))) is not None:
-                    where, which = group.source(response).shown
+                    where, which = inputs_of((piece.item, response), self.groups).shown
                     tokens.append(at + where)
                     features.append(first + which)
                 at += length
@@ -153,7 +153,7 @@ class SpreadMedia:
                 homes.setdefault((plan.firsts[i] // self._replica, source), i)
         self.first_feature: dict[Source, int] = {}
         total = 0
-        self._inputs = {source: groups[source[0]].source(source[1]) for _, source in homes}
+        self._inputs = {source: inputs_of(source, groups) for _, source in homes}
         for source in sorted(self._inputs):
             if frame_edges := self._inputs[source].frame_edges:
                 self.first_feature[source] = total
@@ -252,6 +252,22 @@ class SpreadMedia:
         part = self._inputs[self._sources[number]].laid_out().vision
         assert part is not None
         return dataclasses.replace(part, **{name: getattr(part, name)[start:stop] for name in ARRAYS})
+
+
+def sources_of(pieces: Iterable[Piece], groups: Groups) -> list[Source]:
+    """Returns the prompts of these pieces and their responses with media, each once, in order."""
+    sources: set[Source] = set()
+    for piece in pieces:
+        sources.add((piece.item, PROMPT))
+        if observed := groups[piece.item].observed:
+            sources.update((piece.item, k) for k in piece.responses if k in observed)
+    return sorted(sources)
+
+
+def inputs_of(source: Source, groups: Groups) -> PromptInput:
+    """Returns the inputs of a prompt, or of a response that has media."""
+    item, response = source
+    return groups[item].inputs if response == PROMPT else groups[item].observed[response]
 
 
 def _runs(units: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

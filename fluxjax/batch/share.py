@@ -96,10 +96,6 @@ class TrainGroup(NamedTuple):
         """The inputs that may have media: of the prompt, and of responses."""
         return (self.inputs, *self.observed.values())
 
-    def source(self, response: int) -> PromptInput:
-        """Returns the inputs of the prompt (`PROMPT`), or of a response that has media."""
-        return self.inputs if response == PROMPT else self.observed[response]
-
     def only(self, responses: Sequence[int]) -> TrainGroup:
         """Returns the group with only the responses of these indices."""
         draw, numbers_G4, advantages_G, data = self.columns
@@ -118,16 +114,6 @@ def _patches(inputs: PromptInput) -> int:
 
 RUN_TOKENS = 32  # a table of runs (`PackedRuns`) has room for at least one run in this many tokens
 Groups: TypeAlias = Sequence[TrainGroup] | Mapping[int, TrainGroup]  # by item
-
-
-def sources_of(pieces: Iterable[Piece], groups: Groups) -> list[Source]:
-    """Returns the prompts of these pieces and their responses with media, each once, in order."""
-    sources: set[Source] = set()
-    for piece in pieces:
-        sources.add((piece.item, PROMPT))
-        if observed := groups[piece.item].observed:
-            sources.update((piece.item, k) for k in piece.responses if k in observed)
-    return sorted(sources)
 
 
 def check(

@@ -223,8 +223,8 @@ class Coordinator:
             finished = response.finish != messages.ABORTED
             self.lengths.observe(entry.prompt, response.num_tokens, finished, response.sample)
 
-    @_hear.of(messages.Observed)
-    def _observed(self, event: messages.Observed) -> None:
+    @_hear.of(messages.TurnObserved)
+    def _observed(self, event: messages.TurnObserved) -> None:
         response = event.response
         if (entry := self.ledger.observe(response, event.done)) is not None:
             self.lengths.observe(entry.prompt, response.num_tokens, True, response.sample)

@@ -67,7 +67,7 @@ class ResponseFinished(Event):
     response: Response
 
 
-class Observed(Event):
+class TurnObserved(Event):
     """The environment has answered the turn of an `Act`: the response has the observation behind that turn. With
     `done`, the episode has ended, and the response is the entire sample."""
 

@@ -114,14 +114,14 @@ class DecoderPool:
 
     def __init__(self, settings: MediaSettings, count: int, *, seconds: float, memory_gib: float) -> None:
         """`seconds` and `memory_gib` bound the decoding of each file."""
-        bounds = {"seconds": seconds, "memory_gib": memory_gib}
         self._workers = WorkerPool(
             f"{__name__}:decoding_function",
             count,
             name="the store of media",
             made_with=settings.to_json(),
             patient=False,
-            **bounds,
+            seconds=seconds,
+            memory_gib=memory_gib,
         )
         self.load, self.close = self._workers.load, self._workers.close
 

@@ -16,7 +16,7 @@ from ..base.scored import ResponseNumbers
 from ..base.types import PreparedPrompt
 from ..config import Config, RolloutEngine, run_folder
 from ..report.samples import dumped_steps, read_samples, recorded_numbers
-from ..runtime.turns import request_seed
+from ..runtime.conversations import request_seed
 from .trainer import FluxTrainer
 
 

@@ -19,13 +19,13 @@ from models.processing.media_file import MediaError, PromptError
 from ..base.types import ENVIRONMENT, PreparedPrompt, Prompt, Response
 from ..coordinator.messages import LENGTH
 from ..environments import EnvironmentFailure, EnvironmentPool, Fault, LiveEpisode, Observed
-from .turns import inputs_of, request_seed
+from .conversations import inputs_of, request_seed
 
 LayOut = Callable[[Sequence[int], Prompt], ModelInput]  # (ids with a placeholder a medium, media) -> inputs from 0 on
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class AnsweredTurn:
     """A response behind the observation of its last turn. `inputs` are its tokens' inputs
     (`PreparedPrompt.responses`). With `done`, the episode has ended."""
 
@@ -57,7 +57,7 @@ class Episodes:
     arguments: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)  # by environment
     _live: dict[tuple[int, int], _Played] = dataclasses.field(default_factory=dict, init=False)  # by draw and sample
 
-    async def act(self, prepared: PreparedPrompt, response: Response) -> Answer:
+    async def act(self, prepared: PreparedPrompt, response: Response) -> AnsweredTurn:
         """Answers the last turn of a response. Raises EnvironmentFailure: also if an environment that was begun anew
         answers the recorded turns in another way."""
         inputs = inputs_of(prepared, response, self.merge_unit)
@@ -66,12 +66,12 @@ class Episodes:
         rewards = (*response.rewards, observed.reward)
         if observed.done:
             await self.end(response.draw, response.sample)
-            return Answer(dataclasses.replace(response, rewards=rewards), inputs, True)
+            return AnsweredTurn(dataclasses.replace(response, rewards=rewards), inputs, True)
         observation = await self._tokenised(observed, prepared.prompt, turn_ids, inputs.next_position)
         count = len(observation)
         if response.num_tokens + count >= self.max_new_tokens:
             await self.end(response.draw, response.sample)
-            return Answer(dataclasses.replace(response, rewards=rewards, finish=LENGTH), inputs, True)
+            return AnsweredTurn(dataclasses.replace(response, rewards=rewards, finish=LENGTH), inputs, True)
         longer = dataclasses.replace(
             response,
             token_ids=(*response.token_ids, *observation.token_ids_T.tolist()),
@@ -80,7 +80,7 @@ class Episodes:
             media=(*response.media, *observed.media),
             rewards=rewards,
         )
-        return Answer(longer.packed(), joined([inputs, observation], self.merge_unit), False)
+        return AnsweredTurn(longer.packed(), joined([inputs, observation], self.merge_unit), False)
 
     async def end(self, draw: int, sample: int | None = None) -> None:
         """Ends the environments of a prompt, or of one of its samples."""

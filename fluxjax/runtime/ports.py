@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from ..base.types import Group, PreparedPrompt, Prompt, Response, State, TrainedStep
 
 if TYPE_CHECKING:
-    from .episodes import Answer
+    from .episodes import AnsweredTurn
 
 
 class EvaluationGivenUp(Exception):
@@ -44,11 +44,14 @@ class Trainer(Protocol):
 
 @runtime_checkable
 class Environments(Protocol):
-    """Answers the turns of responses: see `episodes.Episodes`. `merge_unit` patches become one feature."""
+    """Answers the turns of responses: see `episodes.Episodes`."""
 
-    merge_unit: int
+    @property
+    def merge_unit(self) -> int:
+        """The number of patches that become one feature."""
+        ...
 
-    async def act(self, prepared: PreparedPrompt, response: Response) -> Answer:
+    async def act(self, prepared: PreparedPrompt, response: Response) -> AnsweredTurn:
         """Answers the last turn of a response. Raises EnvironmentFailure."""
         ...
 

@@ -13,16 +13,15 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from models.inputs import ModelInput
 from rollout.engine import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 
 from ..base.event_loop import first_of, not_silently_cancelled, on_all
 from ..base.timeline import Span, Timeline, compilations
 from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward
 from ..coordinator import Coordinator, CoordinatorError, messages
-from ..coordinator.messages import Handlers, request_id
-from .ports import Checkpointer, Environments, EvaluationGivenUp, Observer, StepReport, Trainer
-from .turns import (
+from ..coordinator.messages import Handlers
+from .conversations import (
+    Observations,
     begun_of,
     ended_before,
     longer,
@@ -33,8 +32,8 @@ from .turns import (
     turn_request,
     turns_of_request,
     turns_prefix,
-    with_response,
 )
+from .ports import Checkpointer, Environments, EvaluationGivenUp, Observer, StepReport, Trainer
 
 T = TypeVar("T")
 
@@ -71,7 +70,7 @@ class Runtime:
         self.engines = tuple(self.engines)
         self._preempted = 0  # preemptions on all engines, at the end of the last step
         self._prepared = dict(prepared or {})  # the prompts in flight, by draw
-        self._observed: dict[str, ModelInput] = {}  # by rid: inputs of responses behind their newest observation
+        self._observed = Observations()
         self._events: asyncio.Queue[messages.Event] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -174,7 +173,7 @@ class Runtime:
     @_carry_out.of(messages.Generate)
     async def _generate(self, order: messages.Generate) -> None:
         for request in order.requests:
-            self._forget_observations(request.prompt.draw)  # of an earlier attempt
+            self._observed.forget(request.prompt.draw)  # what an earlier attempt observed
             self._prepared[request.prompt.draw] = only_begun(self._prepared[request.prompt.draw], request)
         prepared, step = [self._prepared[request.prompt.draw] for request in order.requests], self._step
 
@@ -250,8 +249,7 @@ class Runtime:
     @_carry_out.of(messages.Continue)
     async def _continue(self, order: messages.Continue) -> None:
         for turn in order.turns:
-            draw, inputs = turn.prompt.draw, self._observed.pop(turn.response.rid)
-            self._prepared[draw] = with_response(self._prepared[draw], turn.response.sample, inputs)
+            self._prepared[turn.prompt.draw] = self._observed.taken(turn, self._prepared[turn.prompt.draw])
         prepared, step = [self._prepared[turn.prompt.draw] for turn in order.turns], self._step
 
         def begin() -> None:
@@ -299,8 +297,8 @@ class Runtime:
                 answer = await environments.act(self._prepared[response.draw], response)
         except EnvironmentFailure as failure:
             return self._post(messages.EnvironmentFailed(response.rid, failure.reason))
-        self._observed[response.rid] = answer.inputs
-        self._post(messages.Observed(answer.response, answer.done))
+        self._observed.keep(response.rid, answer.inputs)
+        self._post(messages.TurnObserved(answer.response, answer.done))
 
     @_carry_out.of(messages.Abort, messages.Park)
     async def _abort(self, order: messages.Abort | messages.Park) -> None:
@@ -327,7 +325,7 @@ class Runtime:
     @_carry_out.of(messages.Skip)
     async def _skip(self, order: messages.Skip) -> None:
         del self._prepared[order.prompt.draw]
-        self._forget_observations(order.prompt.draw)
+        await self._end_conversations(order.prompt)
         self._tell(lambda observer: observer.on_skip(order.prompt, order.reason))
 
     @_carry_out.of(messages.Lend)
@@ -368,9 +366,9 @@ class Runtime:
 
     @_carry_out.of(messages.Accumulate)
     async def _accumulate(self, order: messages.Accumulate) -> None:
+        prepared = await self._taken(order.groups)
         if not order.engines:
             await self._make_room()
-        prepared = self._taken(order.groups)
         with contextlib.ExitStack() as spans:
             for lane in [f"engine {number}" for number in order.engines] or ["trainer"]:
                 spans.enter_context(self.timeline.span("train", lane, order.step))
@@ -379,7 +377,7 @@ class Runtime:
 
     @_carry_out.of(messages.Train)
     async def _train(self, order: messages.Train) -> None:
-        prepared = self._taken(order.groups)
+        prepared = await self._taken(order.groups)
         self._forget_before(self.coordinator.version)
         await self._make_room()
         with self.timeline.span("train", "trainer", order.step):
@@ -392,16 +390,18 @@ class Runtime:
         self._reports.append(StepReport(order.step, version, trained.groups, metrics, {}))
         self._post(messages.Trained(version, metrics))
 
-    def _taken(self, groups: Sequence[Group]) -> Mapping[int, PreparedPrompt]:
-        draws = [group.prompt.draw for group in groups]
-        for draw in draws if self._observed else ():
-            self._forget_observations(draw)
-        taken = zip(draws, map(self._prepared.pop, draws), groups, strict=True)
-        return {draw: to_train(prepared, group, self._merge_unit) for draw, prepared, group in taken}
+    async def _taken(self, groups: Sequence[Group]) -> Mapping[int, PreparedPrompt]:
+        taken = [(self._prepared.pop(group.prompt.draw), group) for group in groups]
+        for prepared, _ in taken:
+            await self._end_conversations(prepared.prompt)
+        return {group.prompt.draw: to_train(prepared, group, self._merge_unit) for prepared, group in taken}
 
-    def _forget_observations(self, draw: int) -> None:
-        begin = request_id(draw, 0).partition(".")[0]
-        self._observed = {rid: inputs for rid, inputs in self._observed.items() if not rid.startswith(f"{begin}.")}
+    async def _end_conversations(self, prompt: Prompt) -> None:
+        """Frees what is kept of a prompt that is no longer generated."""
+        if self.environments is not None:
+            self._observed.forget(prompt.draw)
+            await self.environments.end(prompt.draw)
+            await on_all(self.engines, lambda engine: engine.end_session(session_of(prompt)))
 
     def _forget_before(self, version: int) -> None:
         """Forgets weights that are older than `version`, since each version takes as much memory as the model."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ..base.types import ENVIRONMENT, Prompt, Response
-from ..coordinator.messages import EnvironmentFailed, Event, Observed
+from ..coordinator.messages import EnvironmentFailed, Event, TurnObserved
 from .clock import Clock
 from .faults import exponential, uniform
 from .options import SimulationConfig
@@ -15,7 +15,7 @@ _SECONDS, _FAILS = range(100, 102)  # names of random numbers
 
 
 @dataclasses.dataclass(eq=False)
-class Environments:
+class EnvironmentStage:
     """Answers turns and reports to `post`. All values are functions of seed, draw, attempt, sample and turn."""
 
     clock: Clock
@@ -28,11 +28,11 @@ class Environments:
         rates, attempt = self.settings.faults, int(response.rid.partition("/")[0].partition(".")[2])
         names = self.seed, response.draw, attempt, response.sample, response.num_tokens
         done = response.num_tokens >= samples.lengths[response.sample]
-        event: Event = Observed(response, done)
+        event: Event = TurnObserved(response, done)
         if uniform(_FAILS, *names) < rates.environment_fails:
             event = EnvironmentFailed(response.rid, "its environment does not answer")
         elif not done:
-            event = Observed(longer(response, ENVIRONMENT, self.settings.observation_tokens), done)
+            event = TurnObserved(longer(response, ENVIRONMENT, self.settings.observation_tokens), done)
         self.clock.after(exponential(self.settings.environment_seconds, _SECONDS, *names), partial(self.post, event))
 
 

@@ -19,7 +19,7 @@ from ..base.types import ENVIRONMENT, Group
 from ..coordinator import Coordinator, messages
 from ..coordinator.messages import Handlers
 from .clock import Clock
-from .environment_stage import Environments, environment_of
+from .environment_stage import EnvironmentStage, environment_of
 from .faults import FaultPlan
 from .options import SimulateConfig
 from .reward_stage import Scoring
@@ -64,7 +64,7 @@ class Cluster:
         self.faults = FaultPlan(settings.faults, config.seed)
         self.rollout = Rollout(self.clock, settings, self.work, self.faults, self.post, self.timeline)
         self.scoring = Scoring(self.clock, settings, self.faults, self.post, self.timeline)
-        self.environments = Environments(self.clock, settings, config.seed, self.post)
+        self.environments = EnvironmentStage(self.clock, settings, config.seed, self.post)
         self.records: list[StepRecord] = []
         self.events = 0
         self.train_gpu_seconds = 0.0

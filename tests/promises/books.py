@@ -175,8 +175,8 @@ class Books:
         waits = sample in seen.acting or sample in seen.observed or sample in seen.ended
         return seen.stage is PromptStage.RUNNING and not waits
 
-    @_hear.of(messages.Observed)
-    def _observed(self, event: messages.Observed) -> None:
+    @_hear.of(messages.TurnObserved)
+    def _observed(self, event: messages.TurnObserved) -> None:
         response, seen = event.response, self.of(event.response.rid)
         if seen is None or seen.stage is not PromptStage.RUNNING or response.sample not in seen.acting:
             return

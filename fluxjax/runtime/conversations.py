@@ -9,7 +9,7 @@ from models.inputs import ModelInput, joined, text_input
 from rollout.engine import GenerateRequest, SamplingParams, TokenChunk
 
 from ..base.types import ENVIRONMENT, Group, PreparedPrompt, Prompt, Response
-from ..coordinator.messages import ABORTED, STOPPED, Request, Turn
+from ..coordinator.messages import ABORTED, STOPPED, Request, Turn, request_id
 
 
 def request_seed(seed: int, draw: int) -> int:
@@ -62,11 +62,6 @@ def begun_of(request: Request, sample: int) -> Response:
     return dataclasses.replace(before, rid=rid, temperature=request.temperature)
 
 
-def with_response(prepared: PreparedPrompt, sample: int, inputs: ModelInput) -> PreparedPrompt:
-    """Returns the prompt with the inputs of a response."""
-    return dataclasses.replace(prepared, responses={**prepared.responses, sample: inputs})
-
-
 def only_begun(prepared: PreparedPrompt, request: Request) -> PreparedPrompt:
     """Returns the prompt without the inputs of responses that the request begins anew."""
     if not prepared.responses:
@@ -107,6 +102,27 @@ def inputs_of(prepared: PreparedPrompt, response: Response, merge_unit: int) -> 
     start = parts[-1].next_position if parts else prepared.inputs.laid_out().next_position
     rest = response.token_ids[len(parts[0]) if parts else 0 :]
     return joined([*parts, text_input(rest, start)], merge_unit)
+
+
+class Observations:
+    """Inputs of responses behind their newest observation, from the environment's answer to the next turn. A response
+    that was parked meanwhile goes on without this answer, and gets it again."""
+
+    def __init__(self) -> None:
+        self._inputs: dict[str, ModelInput] = {}  # by rid
+
+    def keep(self, rid: str, inputs: ModelInput) -> None:
+        self._inputs[rid] = inputs
+
+    def taken(self, turn: Turn, prepared: PreparedPrompt) -> PreparedPrompt:
+        """Returns the prompt with the inputs of the response whose next turn begins."""
+        inputs = self._inputs.pop(turn.response.rid)
+        return dataclasses.replace(prepared, responses={**prepared.responses, turn.response.sample: inputs})
+
+    def forget(self, draw: int) -> None:
+        """Forgets the inputs of a prompt's responses."""
+        begin = request_id(draw, 0).partition(".")[0] + "."
+        self._inputs = {rid: inputs for rid, inputs in self._inputs.items() if not rid.startswith(begin)}
 
 
 def to_train(prepared: PreparedPrompt, group: Group, merge_unit: int) -> PreparedPrompt:
