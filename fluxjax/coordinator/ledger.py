@@ -36,7 +36,7 @@ class PromptStage(enum.Enum):
     __hash__ = object.__hash__  # faster than an enum's hash of its name, and entries are stored by stage
     WAITING = "waiting"  # drawn, and on no engine yet
     DEFERRED = "deferred"  # parked, and on no engine until the policy generates it again
-    RUNNING = "running"  # an engine still generates its responses
+    RUNNING = "running"  # an engine still generates its responses, or an environment answers one
     STOPPING = "stopping"  # parked; the engine has yet to hand over the tokens generated so far
     LOST = "lost"  # this attempt can't complete: its engine failed, or a response was aborted
     COMPLETE = "complete"  # all responses have arrived, some rewards have not
@@ -156,7 +156,7 @@ class Ledger:
 
     @property
     def awaits_something(self) -> bool:
-        """True while an engine owes a response, or the scorer owes a reward."""
+        """True while an engine owes a response, an environment an answer, or the scorer a reward."""
         return bool(self._scoring or self._stages[PromptStage.RUNNING] or self._stages[PromptStage.STOPPING])
 
     # --- facts ----------------------------------------------------------------------------------
@@ -221,6 +221,9 @@ class Ledger:
             self.ignored["late observation"] += 1
             return None
         count = before.num_tokens
+        if response.num_tokens < count:  # of an earlier turn
+            self.ignored["late observation"] += 1
+            return None
         if response.token_ids[:count] != before.token_ids or response.versions[:count] != before.versions:
             raise CoordinatorError(f"the observation of response {response.rid} follows other tokens than its turns")
         del entry.acting[response.sample]
@@ -504,6 +507,8 @@ def _entry_to_json(entry: Entry) -> State:
 
 
 def _entry_from_json(saved: SavedState, prompt: Prompt) -> Entry:
+    if prompt.environment:  # neither environments nor the inputs of observations are saved: episodes begin anew
+        return Entry(prompt, PromptStage.DEFERRED, **{name: saved[name] for name in _OF_ENTRY})
     return Entry(
         prompt,
         PromptStage(saved["stage"]),

@@ -219,8 +219,10 @@ class Coordinator:
             return
         self.pace.end(response.rid, response.num_tokens, self.now)
         request, _, sample = response.rid.partition("/")
-        if self.fleet.end_sample(request, int(sample)) and entry is not None and int(sample) not in entry.acting:
-            finished = response.finish != messages.ABORTED
+        ran = self.fleet.end_sample(request, int(sample))
+        finished = response.finish != messages.ABORTED
+        turn = entry is not None and entry.prompt.environment and response.finish == messages.STOPPED
+        if ran and entry is not None and not turn:
             self.lengths.observe(entry.prompt, response.num_tokens, finished, response.sample)
 
     @_hear.of(messages.TurnObserved)

@@ -116,7 +116,7 @@ class Reporter(Observer):
     def on_step(self, report: StepReport) -> None:
         run, summary, step = self._run, self._summary, report.step
         responses = [sample.response for group in report.groups for sample in group.samples]
-        tokens = sum(response.num_tokens for response in responses)
+        tokens = sum(response.num_trained for response in responses)
         seconds = dict(report.seconds)
         metrics = dict(report.metrics) | {f"seconds/{name}": value for name, value in seconds.items()}
         # The time counts from the last step, evaluation or checkpoint, because stages overlap with each other and with

@@ -18,6 +18,11 @@ def request_seed(seed: int, draw: int) -> int:
     return (seed * 0x9E3779B1 + draw) % 2**31
 
 
+def at_temperature(sampling: SamplingParams, temperature: float | None) -> SamplingParams:
+    """Returns the sampling with this temperature, if there is one."""
+    return sampling if temperature is None else dataclasses.replace(sampling, temperature=temperature)
+
+
 def session_of(prompt: Prompt) -> str:
     """Returns the name of a group's conversations (`GenerateRequest.session`); empty without an environment."""
     return f"draw {prompt.draw}" if prompt.environment else ""
@@ -35,6 +40,7 @@ def turn_request(
     """Returns the request of a turn. Its prompt is the conversation so far, of which the engine may have kept a part.
     `seed` is that of the prompt's other requests."""
     response, tokens = turn.response, turn.response.num_tokens
+    sampling = at_temperature(sampling, response.temperature)
     parts = [prepared.inputs.laid_out(), *([inputs_of(prepared, response, merge_unit)] if tokens else [])]
     return GenerateRequest(
         rid=f"{turns_prefix(response.rid)}{tokens:08d}",  # ids of all turns have the same length
@@ -96,7 +102,8 @@ def inputs_of(prepared: PreparedPrompt, response: Response, merge_unit: int) -> 
     """Returns the inputs of a response. `PreparedPrompt.responses` has them up to the newest observation. Raises
     ValueError for observations with media whose inputs are not there."""
     before = prepared.responses.get(response.sample)
-    if before is None and response.media:
+    known = 0 if before is None else len(before)
+    if response.media and ENVIRONMENT in response.versions[known:]:
         raise ValueError(f"the inputs of the observations in response {response.rid} are missing")
     parts = [] if before is None else [before.laid_out()]
     start = parts[-1].next_position if parts else prepared.inputs.laid_out().next_position
@@ -127,11 +134,8 @@ class Observations:
 
 def to_train(prepared: PreparedPrompt, group: Group, merge_unit: int) -> PreparedPrompt:
     """Returns the prompt with the inputs of the group's responses that have observations with media."""
-    if not prepared.responses:
+    shown = [sample.response for sample in group.samples if sample.response.media]
+    if not shown and not prepared.responses:
         return prepared
-    responses = {
-        sample.response.sample: inputs_of(prepared, sample.response, merge_unit)
-        for sample in group.samples
-        if sample.response.media
-    }
+    responses = {response.sample: inputs_of(prepared, response, merge_unit) for response in shown}
     return dataclasses.replace(prepared, responses=responses)

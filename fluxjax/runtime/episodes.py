@@ -21,6 +21,7 @@ from ..coordinator.messages import LENGTH
 from ..environments import EnvironmentFailure, EnvironmentPool, Fault, LiveEpisode, Observed
 from .conversations import inputs_of, request_seed
 
+Turns = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]  # token ids of each turn, and of the observation behind it
 LayOut = Callable[[Sequence[int], Prompt], ModelInput]  # (ids with a placeholder a medium, media) -> inputs from 0 on
 
 
@@ -34,13 +35,16 @@ class AnsweredTurn:
     done: bool
 
 
-@dataclasses.dataclass
-class _Played:
-    """An environment, the response's tokens up to the last turn that it heard, and its answer to this turn."""
+@dataclasses.dataclass(eq=False)
+class _Seat:
+    """The environment of a response, the response's tokens up to the last turn that it heard, and its answer to this
+    turn. `busy` is held while the environment begins or hears a turn."""
 
-    episode: LiveEpisode
-    heard: tuple[int, ...]
-    observed: Observed
+    busy: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    episode: LiveEpisode | None = None
+    heard: tuple[int, ...] = ()
+    answer: Observed | None = None
+    ended: bool = False  # nobody waits for further answers
 
 
 @dataclasses.dataclass(eq=False)
@@ -55,14 +59,13 @@ class Episodes:
     max_new_tokens: int
     seed: int = 0
     arguments: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)  # by environment
-    _live: dict[tuple[int, int], _Played] = dataclasses.field(default_factory=dict, init=False)  # by draw and sample
+    _seats: dict[tuple[int, int], _Seat] = dataclasses.field(default_factory=dict, init=False)  # by draw and sample
 
     async def act(self, prepared: PreparedPrompt, response: Response) -> AnsweredTurn:
         """Answers the last turn of a response. Raises EnvironmentFailure: also if an environment that was begun anew
         answers the recorded turns in another way."""
         inputs = inputs_of(prepared, response, self.merge_unit)
-        played = await self._played(prepared.prompt, response)
-        observed, turn_ids = played.observed, turns_of(response)[-1][0]
+        observed, turn_ids = await self._answer(prepared.prompt, response), turns_of(response)[-1][0]
         rewards = (*response.rewards, observed.reward)
         if observed.done:
             await self.end(response.draw, response.sample)
@@ -83,56 +86,56 @@ class Episodes:
         return AnsweredTurn(longer.packed(), joined([inputs, observation], self.merge_unit), False)
 
     async def end(self, draw: int, sample: int | None = None) -> None:
-        """Ends the environments of a prompt, or of one of its samples."""
-        keys = [key for key in self._live if key[0] == draw and sample in (None, key[1])]
-        for played in [self._live.pop(key) for key in keys]:
-            await played.episode.end()
+        """Ends the environments of a prompt, or of one of its samples. One that is busy is killed, and its `act` raises
+        EnvironmentFailure."""
+        keys = [key for key in self._seats if key[0] == draw and sample in (None, key[1])]
+        for seat in [self._seats.pop(key) for key in keys]:
+            seat.ended = True
+            if seat.episode is not None:
+                await (seat.episode.kill() if seat.busy.locked() else seat.episode.end())
 
     @property
     def merge_unit(self) -> int:
         """The number of patches that become one feature."""
         return self.observations.processor.layout.spatial_merge_size**2
 
-    async def _played(self, prompt: Prompt, response: Response) -> _Played:
-        """Returns the environment of a response, which has heard the response's last turn."""
+    async def _answer(self, prompt: Prompt, response: Response) -> Observed:
+        """Returns the answer to the response's last turn, which the environment hears once."""
         key, turns = (response.draw, response.sample), turns_of(response)
-        played = self._live.get(key)
-        said = response.token_ids[: len(response.token_ids) - len(turns[-1][0])]
-        if played is not None and played.heard == response.token_ids:
-            return played
-        try:
-            if played is None or played.heard != said[: len(played.heard)] or not self._is_next(played, turns):
-                await self.end(*key)
-                played = self._live[key] = await self._begun(prompt, response, turns[:-1])
-            played.observed = await played.episode.act(self._text(turns[-1][0]))
-        except EnvironmentFailure:
-            self._live.pop(key, None)
-            raise
-        played.heard = response.token_ids
-        return played
+        seat = self._seats.setdefault(key, _Seat())
+        async with seat.busy:  # a response that is parked and goes on may ask while its turn is being answered
+            if seat.answer is not None and seat.heard == response.token_ids:
+                return seat.answer
+            try:
+                if not _is_next(seat, response, turns):
+                    if seat.episode is not None:
+                        await seat.episode.end()
+                    seat.episode = None
+                    seat.episode = await self._begun(prompt, turns[:-1], seat)
+                assert seat.episode is not None
+                seat.answer = await seat.episode.act(self._text(turns[-1][0]))
+            except EnvironmentFailure:
+                if self._seats.get(key) is seat:
+                    del self._seats[key]
+                raise
+            seat.heard = response.token_ids
+            return seat.answer
 
-    @staticmethod
-    def _is_next(played: _Played, turns: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-        """Says whether the environment has heard all turns but the last."""
-        return len(played.heard) == sum(len(said) + len(seen) for said, seen in turns[:-1]) - len(turns[-2][1])
-
-    async def _begun(
-        self, prompt: Prompt, response: Response, turns: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> _Played:
-        """Begins an environment and lets it hear recorded turns, each a pair (turn, observation) of token ids."""
+    async def _begun(self, prompt: Prompt, turns: Turns, seat: _Seat) -> LiveEpisode:
+        """Begins an environment and lets it hear recorded turns, each with the observation that followed."""
         arguments, seed = self.arguments.get(prompt.environment, {}), request_seed(self.seed, prompt.draw)
         episode = await self.pool.start(prompt.environment, prompt, seed, arguments)
-        played = _Played(episode, (), episode.observation)
         for number, (said, seen) in enumerate(turns, 1):
-            played.observed = await episode.act(self._text(said))
-            again = await self._tokenised(played.observed, prompt, said, 0)
-            if played.observed.done or again.token_ids_T.tolist() != list(seen):
+            answer = await episode.act(self._text(said))
+            again = await self._tokenised(answer, prompt, said, 0)
+            if answer.done or again.token_ids_T.tolist() != list(seen):
                 await episode.end()
-                raise EnvironmentFailure(
-                    Fault.INVALID,
-                    f"{prompt.environment}: was begun anew, and answers turn {number} otherwise than before",
-                )
-        return played
+                reason = f"was begun anew, and answers turn {number} otherwise than before"
+                raise EnvironmentFailure(Fault.INVALID, f"{prompt.environment}: {reason}")
+        if seat.ended:
+            await episode.end()
+            raise EnvironmentFailure(Fault.DIED, f"{prompt.environment}: was ended while it began")
+        return episode
 
     def _text(self, turn_ids: Sequence[int]) -> str:
         return self.observations.processor.decode(list(turn_ids))
@@ -151,7 +154,15 @@ class Episodes:
         )
 
 
-def turns_of(response: Response) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _is_next(seat: _Seat, response: Response, turns: Turns) -> bool:
+    """Says whether the environment has begun, and has heard all turns but the last."""
+    if seat.episode is None or len(turns) < 2:
+        return False
+    count = response.num_tokens - len(turns[-1][0]) - len(turns[-2][1])
+    return seat.heard == response.token_ids[:count]
+
+
+def turns_of(response: Response) -> Turns:
     """Returns (token ids of the turn, token ids of the observation behind it) for each turn of a response."""
     turns: list[tuple[list[int], list[int]]] = []
     for token, version in zip(response.token_ids, response.versions, strict=True):

@@ -22,6 +22,7 @@ from ..coordinator import Coordinator, CoordinatorError, messages
 from ..coordinator.messages import Handlers
 from .conversations import (
     Observations,
+    at_temperature,
     begun_of,
     ended_before,
     longer,
@@ -173,7 +174,7 @@ class Runtime:
     @_carry_out.of(messages.Generate)
     async def _generate(self, order: messages.Generate) -> None:
         for request in order.requests:
-            self._observed.forget(request.prompt.draw)  # what an earlier attempt observed
+            self._observed.forget(request.prompt.draw)
             self._prepared[request.prompt.draw] = only_begun(self._prepared[request.prompt.draw], request)
         prepared, step = [self._prepared[request.prompt.draw] for request in order.requests], self._step
 
@@ -212,16 +213,13 @@ class Runtime:
         return GenerateRequest(
             rid=order.rid,
             prompt=prepared.inputs.laid_out(),
-            sampling=self._sampling(order.temperature),
+            sampling=at_temperature(self.sampling, order.temperature),
             n=order.n,
             seed=request_seed(self.seed, order.prompt.draw),
             prefix_ids=tuple(() if before is None else before.token_ids for before in order.begun),
             need=0 if order.prompt.environment else order.need,  # a turn that ends is no sample that has ended
             session=session_of(order.prompt),
         )
-
-    def _sampling(self, temperature: float | None) -> SamplingParams:
-        return self.sampling if temperature is None else dataclasses.replace(self.sampling, temperature=temperature)
 
     async def _collect(self, engine: Engine, request: GenerateRequest, order: messages.Request) -> None:
         begun = order.begun or (None,) * order.n
@@ -262,7 +260,7 @@ class Runtime:
         if (ended := ended_before(turn.response, self.sampling.stop_ids)) is not None:
             return self._post(messages.ResponseFinished(ended))
         engine, seed = self.engines[turn.engine], request_seed(self.seed, turn.prompt.draw)
-        request = turn_request(turn, prepared, self._sampling(turn.response.temperature), seed, self._merge_unit)
+        request = turn_request(turn, prepared, self.sampling, seed, self._merge_unit)
         self._streams[request.rid] = engine, self._spawn(self._stream_turn, engine, request, turn, step)
 
     @property
@@ -297,27 +295,29 @@ class Runtime:
                 answer = await environments.act(self._prepared[response.draw], response)
         except EnvironmentFailure as failure:
             return self._post(messages.EnvironmentFailed(response.rid, failure.reason))
-        self._observed.keep(response.rid, answer.inputs)
+        if not answer.done and response.draw in self._prepared:
+            self._observed.keep(response.rid, answer.inputs)
         self._post(messages.TurnObserved(answer.response, answer.done))
 
     @_carry_out.of(messages.Abort, messages.Park)
     async def _abort(self, order: messages.Abort | messages.Park) -> None:
         rid = order.rid if isinstance(order, messages.Abort) else order.request
         request, _, sample = rid.partition("/")
-        async with self._submitting:  # the request may not be queued yet
-            running = {rid: self._streams[request][0]} if request in self._streams else {}
-            running |= {id: engine for id, (engine, _) in self._streams.items() if id.startswith(turns_prefix(rid))}
-        for id, engine in running.items():
-            with contextlib.suppress(EngineError):  # an engine that is gone has nothing to abort
-                await engine.abort(id)
         if self.environments is not None and not (isinstance(order, messages.Park) and order.keep):
-            await self.environments.end(int(request.partition(".")[0]), int(sample) if sample else None)
+            self._spawn(self.environments.end, int(request.partition(".")[0]), int(sample) if sample else None)
+        async with self._submitting:  # the request may not be queued yet
+            streams, turns = [(id, engine) for id, (engine, _) in self._streams.items()], turns_prefix(rid)
+        for id, engine in streams:
+            if id == request or id.startswith(turns):
+                with contextlib.suppress(EngineError):  # an engine that is gone has nothing to abort
+                    await engine.abort(rid if id == request else id)
 
     @_carry_out.of(messages.Score)
     async def _score(self, order: messages.Score) -> None:
-        response, prompt = order.response, self._prepared[order.response.draw].prompt
+        response = order.response
+        prompt = self._prepared[response.draw].prompt
         if self.environments is not None:  # a response may end within a turn
-            await self.environments.end(response.draw, response.sample)
+            self._spawn(self.environments.end, response.draw, response.sample)
         with self.timeline.span("reward", "reward", self._step):
             reward = await self.score(prompt, response)
         self._post(messages.RewardReady(order.response.rid, reward))
@@ -398,8 +398,8 @@ class Runtime:
 
     async def _end_conversations(self, prompt: Prompt) -> None:
         """Frees what is kept of a prompt that is no longer generated."""
+        self._observed.forget(prompt.draw)
         if self.environments is not None:
-            self._observed.forget(prompt.draw)
             await self.environments.end(prompt.draw)
             await on_all(self.engines, lambda engine: engine.end_session(session_of(prompt)))
 

@@ -128,7 +128,9 @@ class AdaptiveAsyncPromises(Promises):
         those are interrupted."""
         books = self.books
         old = [engine for engine, version in enumerate(books.served) if version != books.version]
-        return [e for e in old if self.options.interrupt or e not in books.running.values()]
+        engines = {seen.request.engine for seen in books.at(PromptStage.RUNNING) if seen.request}
+        busy = {*books.running.values(), *engines}  # some responses wait for their environments
+        return [e for e in old if self.options.interrupt or e not in busy]
 
     # --- waiting --------------------------------------------------------------------------------
 

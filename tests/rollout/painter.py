@@ -1,6 +1,7 @@
-"""An environment that shows a picture after each turn, and one that answers in another way each time it is begun."""
+"""Environments that show a picture after each turn; one answers in another way each time it is begun, one is slow."""
 
 import itertools
+import time
 import zlib
 
 import numpy as np
@@ -29,3 +30,17 @@ class Painter:
 class Fickle(Painter):
     def reset(self, prompt: Prompt, seed: int) -> Observation:
         return super().reset(prompt, seed + next(begun))
+
+
+class Slow(Painter):
+    """Appends a line to the file that the prompt names for each turn that it hears."""
+
+    def reset(self, prompt: Prompt, seed: int) -> Observation:
+        self.file = prompt.text
+        return super().reset(prompt, seed)
+
+    def step(self, text: str) -> Observation:
+        with open(self.file, "a") as file:
+            file.write(f"{text}\n")
+        time.sleep(0.3)
+        return super().step(text)

@@ -1,6 +1,7 @@
 """Runs of episodes with images in several turns: the real coordinator, engine, processor, and environments in
 processes. Everything that is trained on is what was sampled and observed, token for token."""
 
+import asyncio
 import dataclasses
 import pathlib
 from typing import Any
@@ -148,7 +149,7 @@ def test_what_is_trained_on_is_what_was_sampled_and_observed(tmp_path: pathlib.P
     assert several > 3 and pictures >= several
     if policy is None:  # when episodes are parked, and go on under other weights, depends on times
         assert pictures > several and not versions
-    live = {draw for draw, _ in run.episodes._live}
+    live = {draw for draw, _ in run.episodes._seats}
     assert live <= run.coordinator.ledger.entries.keys(), "environments of prompts that are done live on"
     begun = {f"draw {draw}" for draw in run.coordinator.ledger.entries}
     assert {session for session, _ in run.engine._scheduler.kept._prefixes} <= begun
@@ -174,15 +175,13 @@ def test_an_environment_that_is_gone_hears_the_recorded_turns_again(tmp_path: pa
     """It must then answer as before. The answer to a turn that it has heard is not asked for again."""
 
     async def play(environment: str) -> tuple[Any, Any, Any]:
-        episodes, prompt = episodes_in(tmp_path), Prompt("p", "s", "?", "", draw=4, environment=environment)
-        prepared, tokens = PreparedPrompt(prompt, processor(KIND).prepare("what?")), processor(KIND).encode
-        said = Response("00000004.00/2", 4, 2, (*tokens("ab"), END), (-1.0,) * 3, (0,) * 3, "stop")
+        episodes, (prepared, said) = episodes_in(tmp_path), begun(4, environment)
         try:
             first = await episodes.act(prepared, said)
             assert first.response == (await episodes.act(prepared, said)).response
             prepared = dataclasses.replace(prepared, responses={2: first.inputs})
             longer = first.response
-            ids = (*longer.token_ids, *tokens("cd e"), END)
+            ids = (*longer.token_ids, *processor(KIND).encode("cd e"), END)
             more = len(ids) - longer.num_tokens
             said = dataclasses.replace(
                 longer,
@@ -200,6 +199,55 @@ def test_an_environment_that_is_gone_hears_the_recorded_turns_again(tmp_path: pa
     assert not first.done and first.response.media and (second.response, second.done) == (again.response, again.done)
     with pytest.raises(EnvironmentFailure, match="was begun anew, and answers turn 1 otherwise than before"):
         limited(play("painter:Fickle"))
+
+
+def begun(draw: int, environment: str, text: str = "?") -> tuple[PreparedPrompt, Response]:
+    """A prompt, and a response of one turn."""
+    prompt = Prompt("p", "s", text, "", draw=draw, environment=environment)
+    ids = (*processor(KIND).encode("ab"), END)
+    response = Response(f"{draw:08d}.00/2", draw, 2, ids, (-1.0,) * len(ids), (0,) * len(ids), "stop")
+    return PreparedPrompt(prompt, processor(KIND).prepare("what?")), response
+
+
+@pytest.mark.medium
+def test_a_turn_that_is_asked_for_twice_is_heard_once(tmp_path: pathlib.Path) -> None:
+    """A response that is parked while its environment thinks goes on, and its turn ends again."""
+
+    async def play() -> list[Any]:
+        episodes = episodes_in(tmp_path / "media")
+        prepared, said = begun(4, "painter:Slow", str(tmp_path / "heard"))
+        try:
+            return await asyncio.gather(*(episodes.act(prepared, said) for _ in range(3)))
+        finally:
+            await episodes.pool.close()
+
+    answers = limited(play())
+    assert (tmp_path / "heard").read_text().splitlines() == ["ab"]
+    assert len({answer.response.token_ids for answer in answers}) == 1
+
+
+@pytest.mark.medium
+def test_environments_that_are_ended_while_they_begin_or_answer_leave_their_slots(tmp_path: pathlib.Path) -> None:
+    async def play() -> None:
+        episodes = episodes_in(tmp_path / "media", concurrency=1)
+        first, second, third = (begun(draw, "painter:Slow", str(tmp_path / "heard")) for draw in (4, 5, 6))
+        try:
+            answering = asyncio.create_task(episodes.act(*first))
+            while not (tmp_path / "heard").exists():
+                await asyncio.sleep(0.01)
+            waiting = asyncio.create_task(episodes.act(*second))  # for the only slot
+            await asyncio.sleep(0.05)
+            await episodes.end(5)
+            await episodes.end(4)
+            results = await asyncio.gather(answering, waiting, return_exceptions=True)
+            assert [type(result) for result in results] == [EnvironmentFailure] * 2
+            assert not (await episodes.act(*third)).done
+            await episodes.end(6, 2)
+            assert not episodes.pool.episodes and not episodes._seats
+        finally:
+            await episodes.pool.close()
+
+    limited(play())
 
 
 @pytest.mark.slow

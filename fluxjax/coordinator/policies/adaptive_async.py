@@ -109,7 +109,10 @@ class AdaptiveAsync(Base):
         if self.settings.interrupt:
             return [PublishWeights(coordinator.version)]
         fleet, newest = coordinator.fleet, coordinator.version
-        idle = tuple(e for e, served in enumerate(fleet.served) if served != newest and not fleet.running[e])
+        # Responses between two turns run on no engine, but go on where they were.
+        busy = {entry.engine for entry in coordinator.ledger.at(PromptStage.RUNNING)}
+        stale = (engine for engine, served in enumerate(fleet.served) if served != newest)
+        idle = tuple(engine for engine in stale if not fleet.running[engine] and engine not in busy)
         return [PublishWeights(coordinator.version, idle)] if idle else []
 
     def _boundary(self, coordinator: Coordinator) -> Sequence[Instruction]:

@@ -139,6 +139,8 @@ def _in_time(coordinator: Coordinator, entry: Entry, seconds: float) -> float:
     pace, lengths, now = coordinator.pace, coordinator.lengths, coordinator.now
     chances = []
     for sample in set(range(entry.n)) - entry.responses.keys():
+        waits = entry.acting.get(sample)
         tokens = max(pace.tokens(response_id(entry.prompt.draw, entry.attempt, sample), now), entry.longest)
+        tokens = tokens if waits is None else max(tokens, waits.num_tokens)
         chances.append(lengths.ends_by(entry.prompt, tokens + int(pace.growth * seconds), running=tokens))
     return math.prod(sorted(chances, reverse=True)[: entry.need - len(entry.responses)], start=1.0)
