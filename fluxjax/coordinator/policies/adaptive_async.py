@@ -232,7 +232,7 @@ def versions_behind(group: Group, version: int) -> int:
 
 
 def total_tokens(group: Group) -> int:
-    """Counts the generated tokens of all responses."""
+    """Counts the tokens of all responses, those of environments included."""
     return sum(sample.response.num_tokens for sample in group.samples)
 
 
