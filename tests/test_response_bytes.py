@@ -13,6 +13,7 @@ from packing_cases import response_of
 from fluxjax.base.scored import bytes_of, head_of, numbers_of
 from fluxjax.base.types import Columns, Group, Prompt, Response, Reward, Sample
 from fluxjax.coordinator.ledger import Ledger, PromptStage
+from fluxjax.coordinator.ledger_state import ledger_state, load_ledger_state
 from fluxjax.coordinator.messages import Request
 
 tokens_strategy = st.one_of(
@@ -136,6 +137,6 @@ def test_a_scored_group_has_its_columns_where_responses_are_packed(packed: bool)
     assert ("columns" in vars(entry.group())) == packed
     assert entry.group() is entry.group()
     resumed = Ledger()
-    resumed.load_state_dict(ledger.state_dict(), {0: PROMPT})
+    load_ledger_state(resumed, ledger_state(ledger), {0: PROMPT})
     [again] = resumed.at(PromptStage.SCORED)
     assert again.group() == dataclasses.replace(entry.group())

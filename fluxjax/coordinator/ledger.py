@@ -8,9 +8,9 @@ only the counts of `ignored`. Any other contradiction is a `CoordinatorError`, w
 import collections
 import dataclasses
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from ..base.types import Group, Prompt, Response, Reward, Sample, SavedState, State, has_variance
+from ..base.types import Group, Prompt, Response, Reward, Sample, has_variance
 from .messages import ABORTED, STOPPED, Park, Request, Turn, response_id
 
 
@@ -217,13 +217,11 @@ class Ledger:
         if entry is None:
             return None
         before = entry.acting.get(response.sample)
-        if entry.stage is not PromptStage.RUNNING or before is None or before.rid in self.unacted:
+        waits = entry.stage is PromptStage.RUNNING and before is not None and before.rid not in self.unacted
+        if before is None or not waits or response.num_tokens < before.num_tokens:  # fewer tokens: of an earlier turn
             self.ignored["late observation"] += 1
             return None
         count = before.num_tokens
-        if response.num_tokens < count:  # of an earlier turn
-            self.ignored["late observation"] += 1
-            return None
         if response.token_ids[:count] != before.token_ids or response.versions[:count] != before.versions:
             raise CoordinatorError(f"the observation of response {response.rid} follows other tokens than its turns")
         del entry.acting[response.sample]
@@ -445,78 +443,14 @@ class Ledger:
         del self._stages[entry.stage][entry.prompt.draw]
         del self.entries[entry.prompt.draw]
 
-    # --- state ----------------------------------------------------------------------------------
-
-    def state_dict(self) -> State:
-        """Returns the books as JSON. A prompt that lacks responses is saved as deferred, with the responses that have
-        arrived, and those between two turns. A group that is trained on is saved as scored: the resumed run
-        computes its gradients again."""
-        dropped = [[source, value, count] for (source, value), count in self.dropped.items()]
-        return {name: getattr(self, name) for name in _COUNTS} | {
-            "dropped": {"groups": dropped, "in_a_row": self.dropped_in_a_row},
-            "skipped": [dataclasses.asdict(s) for s in self.skipped],
-            "epochs": {str(epoch): count for epoch, count in self.epochs.items()},
-            "ignored": dict(self.ignored),
-            "entries": [_entry_to_json(self.entries[draw]) for draw in sorted(self.entries)],
-        }
-
-    def load_state_dict(self, state: SavedState, prompts: Mapping[int, Prompt]) -> None:
-        """Restores the books. `prompts` has the prompts of the state's `entries`, by draw. An entry whose draw is not
-        in `prompts` is skipped: its prompt could not be prepared again."""
-        for name in _COUNTS:
-            setattr(self, name, state[name])
-        dropped = state["dropped"]
-        self.dropped = collections.Counter({(source, value): count for source, value, count in dropped["groups"]})
-        self.dropped_in_a_row = dropped["in_a_row"]
-        self.skipped = [Skipped(**s) for s in state["skipped"]]
-        self.epochs = {int(epoch): count for epoch, count in state["epochs"].items()}
-        self.ignored = collections.Counter(state["ignored"])
-        for saved in state.get("entries", []):
-            if saved["draw"] not in prompts:
-                reason = "could not be prepared again when the run was resumed"
-                self.skipped.append(Skipped(saved["draw"], saved["id"], saved["source"], reason))
-                continue
-            entry = _entry_from_json(saved, prompts[saved["draw"]])
-            self.entries[saved["draw"]] = self._stages[entry.stage][saved["draw"]] = entry
-            if entry.stage is PromptStage.SCORED:
-                entry.complete(self._varied_in)
-            for sample, response in entry.responses.items():
-                if sample not in entry.rewards:
-                    self.unscored[response.rid] = response
-
-
-NOTHING_DROPPED = {"groups": [], "in_a_row": 0}  # the value of "dropped" in the state of a new ledger
-# numbers of the ledger that are saved unchanged
-_COUNTS = ("last_draw", "drawn", "trained", "trained_responses", "accepted")
-_OF_PROMPT = ("draw", "id", "source", "row", "epoch")
-_OF_ENTRY = ("n", "need", "attempt", "failures", "failure", "born")
-
-
-def _entry_to_json(entry: Entry) -> State:
-    stage = PromptStage.SCORED if entry.stage is PromptStage.TRAINING else entry.stage
-    finished = stage in (PromptStage.COMPLETE, PromptStage.SCORED)
-    begun = entry.begun | entry.between_turns()
-    return {
-        **{name: getattr(entry.prompt, name) for name in _OF_PROMPT},
-        **{name: getattr(entry, name) for name in _OF_ENTRY},
-        "stage": (stage if finished else PromptStage.DEFERRED).value,
-        "responses": [entry.responses[sample].to_json() for sample in sorted(entry.responses)],
-        "rewards": {str(sample): dataclasses.asdict(reward) for sample, reward in sorted(entry.rewards.items())},
-        "begun": [begun[sample].to_json() for sample in sorted(begun)],
-    }
-
-
-def _entry_from_json(saved: SavedState, prompt: Prompt) -> Entry:
-    if prompt.environment:  # neither environments nor the inputs of observations are saved: episodes begin anew
-        return Entry(prompt, PromptStage.DEFERRED, **{name: saved[name] for name in _OF_ENTRY})
-    return Entry(
-        prompt,
-        PromptStage(saved["stage"]),
-        **{name: saved[name] for name in _OF_ENTRY},
-        responses={response["sample"]: Response.from_json(response) for response in saved["responses"]},
-        rewards={int(sample): Reward(**reward) for sample, reward in saved["rewards"].items()},
-        begun={response["sample"]: Response.from_json(response) for response in saved["begun"]},
-    )
+    def restore(self, entry: Entry) -> None:
+        """Enters a prompt of an earlier process of the run (`ledger_state`)."""
+        self.entries[entry.prompt.draw] = self._stages[entry.stage][entry.prompt.draw] = entry
+        if entry.stage is PromptStage.SCORED:
+            entry.complete(self._varied_in)
+        for sample, response in entry.responses.items():
+            if sample not in entry.rewards:
+                self.unscored[response.rid] = response
 
 
 def _parse(rid: str) -> tuple[int, int, int]:

@@ -19,7 +19,8 @@ from ..base.types import Group, Prompt, Response, SavedState, State
 from ..config.schedules import RunSchedule
 from . import messages
 from .engine_states import EngineStates, Pace, ParallelismPlanner
-from .ledger import NOTHING_DROPPED, CoordinatorError, Ledger, PromptStage, RunGivenUp
+from .ledger import CoordinatorError, Ledger, PromptStage, RunGivenUp
+from .ledger_state import NOTHING_DROPPED, ledger_state, load_ledger_state
 from .lengths import LengthPredictor
 from .messages import Handlers
 from .run_settings import Settings
@@ -437,7 +438,7 @@ class Coordinator:
             "evaluated": list(self._last_evaluation),
             "saved": self._saved,
             # A failed run is resumed with counts from zero: the user may have mended the reward.
-            "ledger": self.ledger.state_dict() | ({"dropped": NOTHING_DROPPED} if self.failure else {}),
+            "ledger": ledger_state(self.ledger) | ({"dropped": NOTHING_DROPPED} if self.failure else {}),
             "lengths": self.lengths.state_dict(),
             "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
             "parallelism": self.parallelism.state_dict() if self.parallelism is not None else {},
@@ -454,7 +455,7 @@ class Coordinator:
         step, full = state["evaluated"]
         self._last_evaluation = (step, full)
         self._saved = state["saved"]
-        self.ledger.load_state_dict(state["ledger"], prompts or {})
+        load_ledger_state(self.ledger, state["ledger"], prompts or {})
         self.lengths.load_state_dict(state["lengths"])
         for name, schedule in self.schedules.items():
             schedule.load_state_dict(state.get("schedules", {}).get(name, {}))

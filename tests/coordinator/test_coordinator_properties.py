@@ -17,6 +17,7 @@ import fluxjax.coordinator
 from fluxjax.config.schedules import Success
 from fluxjax.coordinator import messages
 from fluxjax.coordinator.ledger import PromptStage
+from fluxjax.coordinator.ledger_state import ledger_state
 from fluxjax.coordinator.messages import Event, Generate, ResponseFinished, RewardReady, Train, request_id, response_id
 
 
@@ -173,7 +174,7 @@ class TestRandomHistories:
         state, next_draw = choose.choice(whole.states)
         resumed = World(**options, state=state, next_draw=next_draw, served=state["version"]).finish()
         assert resumed.all(Train) == whole.all(Train)[state["step"] :]
-        assert resumed.coordinator.ledger.state_dict() == whole.coordinator.ledger.state_dict()
+        assert ledger_state(resumed.coordinator.ledger) == ledger_state(whole.coordinator.ledger)
 
 
 def test_versions_grow() -> None:

@@ -16,6 +16,7 @@ from fluxjax.base.types import Reward
 from fluxjax.config import DynamicSampling
 from fluxjax.coordinator import CoordinatorError, PromptStage, Settings
 from fluxjax.coordinator.ledger import Ledger
+from fluxjax.coordinator.ledger_state import load_ledger_state
 from fluxjax.coordinator.messages import Accumulate, DrawPrompts, Finish, SaveCheckpoint, Skip, StopRequested, Train
 from fluxjax.coordinator.policies.rounds import NO_VARIANCE
 
@@ -204,7 +205,7 @@ def test_whoever_mends_the_reward_begins_to_count_anew() -> None:
         world.go()
     assert world.coordinator.ledger.dropped
     resumed, prompts = Ledger(), {d: e.prompt for d, e in world.coordinator.ledger.entries.items()}
-    resumed.load_state_dict(world.coordinator.state_dict()["ledger"], prompts)
+    load_ledger_state(resumed, world.coordinator.state_dict()["ledger"], prompts)
     assert resumed.dropped.total() == resumed.dropped_in_a_row == 0, "else the next group that is dropped would end it"
 
 

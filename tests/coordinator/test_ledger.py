@@ -10,6 +10,7 @@ from fluxjax.base.types import Media, MediaKind, Prompt, Reward
 from fluxjax.config import AprilConfig, Config, DynamicSampling, SynchronousConfig, TailBatchingConfig
 from fluxjax.coordinator import CoordinatorError, Ledger, PromptStage
 from fluxjax.coordinator.factory import make_policy
+from fluxjax.coordinator.ledger_state import ledger_state, load_ledger_state
 from fluxjax.coordinator.lengths import FEATURES, ends_by, features
 from fluxjax.coordinator.messages import Park, Request
 from fluxjax.coordinator.policies.april import April
@@ -82,7 +83,7 @@ def test_whether_rewards_differ_is_known_after_a_resume_too(rewards, differ_in: 
         ledger.score(response(0, sample))
         ledger.reward(f"00000000.00/{sample}", given)
     resumed = Ledger(field)
-    resumed.load_state_dict(ledger.state_dict(), {0: prompt(0)})
+    load_ledger_state(resumed, ledger_state(ledger), {0: prompt(0)})
     assert [books.at(PromptStage.SCORED)[0].varied for books in (ledger, resumed)] == [field in differ_in] * 2
 
 

@@ -11,6 +11,7 @@ from policy_cases import PolicyWorld
 from fluxjax.config import AdaptiveAsyncConfig, ParallelismConfig
 from fluxjax.coordinator import Coordinator, CoordinatorError, Ledger, PromptStage, Settings, Synchronous
 from fluxjax.coordinator.engine_states import ParallelismPlanner
+from fluxjax.coordinator.ledger_state import ledger_state, load_ledger_state
 from fluxjax.coordinator.messages import Evaluate, Evaluated, Generate, Park, Request, Started, StopRequested
 from fluxjax.coordinator.policies.adaptive_async import AdaptiveAsync
 from fluxjax.coordinator.policies.april import April
@@ -45,11 +46,11 @@ def test_what_nothing_is_awaited_of_can_be_given_up(stage: PromptStage) -> None:
 def test_counts_of_late_facts_go_on() -> None:
     ledger = ledger_with_one(PromptStage.LOST)
     ledger.finish(changed(response(0, 0)), newest_version=0)
-    state = json.loads(json.dumps(ledger.state_dict()))
+    state = json.loads(json.dumps(ledger_state(ledger)))
     resumed = Ledger()
-    resumed.load_state_dict(state, {0: prompt(0)})
+    load_ledger_state(resumed, state, {0: prompt(0)})
     assert resumed.ignored == ledger.ignored == {"late response": 1}
-    assert resumed.state_dict() == state
+    assert ledger_state(resumed) == state
 
 
 def test_the_planner_goes_on() -> None:
