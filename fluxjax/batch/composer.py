@@ -304,16 +304,18 @@ def _by_number(groups: Sequence[Group]) -> tuple[Sequence[Group], np.ndarray]:
 def _observed(columns: Columns, prompt: PreparedPrompt) -> Mapping[int, PromptInput]:
     """Returns the inputs of the responses whose observations have media, by index. Raises ValueError for inputs of
     another length than the response."""
+    observed: dict[int, PromptInput] = {}
     if not prompt.responses:
-        return {}
-    numbers = enumerate(columns.numbers_G4.tolist())
-    observed = {k: (prompt.responses[n], length) for k, (n, length, *_) in numbers if n in prompt.responses}
-    for k, (inputs, length) in observed.items():
+        return observed
+    for k, (sample, length, *_) in enumerate(columns.numbers_G4.tolist()):
+        if (inputs := prompt.responses.get(sample)) is None:
+            continue
         if len(inputs) != length:
             raise ValueError(
                 f"prompt {prompt.prompt.id}: response {k} has {length} tokens, but its inputs have {len(inputs)}"
             )
-    return {k: inputs for k, (inputs, _) in observed.items()}
+        observed[k] = inputs
+    return observed
 
 
 def _sorted(group: Group) -> Group:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
-from ..base.types import ENVIRONMENT, Prompt, Response
+from ..base.types import ENVIRONMENT, Response
 from ..coordinator.messages import EnvironmentFailed, Event, TurnObserved
 from .clock import Clock
 from .faults import exponential, uniform
@@ -34,8 +34,3 @@ class EnvironmentStage:
         elif not done:
             event = TurnObserved(longer(response, ENVIRONMENT, self.settings.observation_tokens), done)
         self.clock.after(exponential(self.settings.environment_seconds, _SECONDS, *names), partial(self.post, event))
-
-
-def environment_of(prompt: Prompt, settings: SimulationConfig) -> Prompt:
-    """Returns the prompt with its environment, if responses have several turns."""
-    return dataclasses.replace(prompt, environment="simulated") if settings.turns > 1 else prompt

@@ -19,7 +19,7 @@ from ..base.types import ENVIRONMENT, Group
 from ..coordinator import Coordinator, messages
 from ..coordinator.messages import Handlers
 from .clock import Clock
-from .environment_stage import EnvironmentStage, environment_of
+from .environment_stage import EnvironmentStage
 from .faults import FaultPlan
 from .options import SimulateConfig
 from .reward_stage import Scoring
@@ -122,8 +122,7 @@ class Cluster:
         last = settings.epochs * settings.prompts or sys.maxsize
         draws = range(self._drawn, min(self._drawn + order.count, last))
         self._drawn = draws.stop
-        prompts = (environment_of(self.work.prompt(draw), settings) for draw in draws)
-        self.post(messages.PromptsDrawn(tuple(prompts)))
+        self.post(messages.PromptsDrawn(tuple(self.work.prompt(draw) for draw in draws)))
 
     @_carry_out.of(messages.Generate)
     def _generate(self, order: messages.Generate) -> None:

@@ -106,12 +106,20 @@ class Workload:
         return self._orders[epoch][place]
 
     def prompt(self, draw: int) -> Prompt:
-        """Returns the prompt of a draw; its source is its task."""
+        """Returns the prompt of a draw; its source is its task. It has an environment if responses may have several
+        turns."""
         index = self.index(draw)
         task = self.tasks[self._source[index]]
         text = _text(self._tokens[index] * _CHARACTERS)
         return Prompt(
-            f"{task}-{index:06d}", task, text, "", draw=draw, epoch=draw // self.size, tokens=self._tokens[index]
+            f"{task}-{index:06d}",
+            task,
+            text,
+            "",
+            draw=draw,
+            epoch=draw // self.size,
+            tokens=self._tokens[index],
+            environment="simulated" if self._turns > 1 else "",
         )
 
     def prompt_tokens(self, draw: int) -> int:
