@@ -72,7 +72,7 @@ def _response(
 
 
 def part_of(whole: ModelInput, prompt: ModelInput) -> ModelInput:
-    """What follows the prompt, with features counted from its own first one."""
+    """The inputs of the response: the conversation without its prompt. Features count from the response's first."""
     P = len(prompt)
     before = 0 if prompt.vision is None else prompt.vision.num_patches
     index = whole.feature_index_T[P:]
@@ -139,7 +139,7 @@ def alone(episodes: list[Episode], heads: tuple[int, int], model, newest: int):
 
 
 def kinds(episodes: list[Episode]) -> set[str]:
-    """What these episodes have: several turns, images and videos in observations."""
+    """Which of these occur in the episodes: `turns` (several), `image` and `video` (in observations)."""
     found = set()
     for _, sample, whole, prompt in episodes:
         ids = whole.token_ids_T[prompt:]

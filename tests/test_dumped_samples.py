@@ -72,7 +72,7 @@ def fitted(tmp_path_factory) -> tuple[pathlib.Path, Diary]:
 
 
 class Contents(html.parser.HTMLParser):
-    """What a browser makes of a page: its elements, with attributes, and the texts of scripts."""
+    """The elements of a page with their attributes, and the texts of its scripts, as a browser reads them."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def contents(file: pathlib.Path) -> Contents:
 
 
 def shown(file: pathlib.Path, **filters: object) -> dict[str, Any]:
-    """What the page's script shows, by node."""
+    """Runs the page's script in node, and returns the texts that it shows."""
     if NODE is None:
         pytest.skip("needs node, which runs the page's script")
     command = [NODE, str(ROOT / "tests" / "page_dom.js"), str(file), json.dumps(filters)]

@@ -26,8 +26,8 @@ from .work import calibrated, forward_seconds, mixing_work
 # (tokens of each sequence, squares of each sequence, the most tokens of a device) -> plan
 Planner = Callable[[Sequence[int], Sequence[float], int], ShardPlan]
 
-TIGHT = 1.02  # a new program's rows have so many times the mean tokens of a device
-LOOSE = 1.12  # a compiled program is used again if its rows have at most so many times these tokens
+TIGHT = 1.02  # length of a new program's rows, as a multiple of a device's mean tokens
+LOOSE = 1.12  # longest rows of a compiled program that is used again, as a multiple of a device's mean tokens
 TRIES = 2  # lengths of rows of compiled programs that are tried
 # Largest `ShardPlan.balance` of a plan that counts as even, and of one that is used only if it saves a program.
 EVEN, NEARLY_EVEN = 1.03, 1.06

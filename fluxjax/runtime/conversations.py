@@ -37,8 +37,8 @@ def turns_prefix(rid: str) -> str:
 def turn_request(
     turn: Turn, prepared: PreparedPrompt, sampling: SamplingParams, seed: int, merge_unit: int
 ) -> GenerateRequest:
-    """Returns the request of a turn. Its prompt is the conversation so far, of which the engine may have kept a part.
-    `seed` is that of the prompt's other requests."""
+    """Returns the request of a turn. Its prompt is the conversation so far. The engine may still have keys and values
+    of the first part. `seed` is that of the prompt's other requests."""
     response, tokens = turn.response, turn.response.num_tokens
     sampling = at_temperature(sampling, response.temperature)
     parts = [prepared.inputs.laid_out(), *([inputs_of(prepared, response, merge_unit)] if tokens else [])]

@@ -53,7 +53,7 @@ class Kept(Trainer):
         return super().train(step, groups, prepared)
 
     def weights(self) -> Any:
-        """Those of another random model in each version."""
+        """Each version has the weights of another random model."""
         return models.split(model(KIND, self.version))[1]
 
 
@@ -129,7 +129,7 @@ def trainer_logprobs(groups: Any, prepared: Any, seed: int) -> dict[tuple[int, i
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, April(oversample=2.0)], ids=["synchronous", "april"])
 def test_what_is_trained_on_is_what_was_sampled_and_observed(tmp_path: pathlib.Path, policy: Any) -> None:
-    """With APRIL, episodes are parked, also between two turns, and go on under new weights."""
+    """APRIL parks episodes, also between two turns. They go on under new weights."""
     run = EpisodeRun(tmp_path, steps=3, prompts_per_step=2, group_size=4, max_new_tokens=MOST, policy=policy)
     limited(run._go())
     assert run.coordinator.ledger.trained == 6

@@ -43,7 +43,7 @@ def long_rows(monkeypatch):
 
 
 def observation(turn, number, vision):
-    """What comes behind a turn; every sample of a group sees something else."""
+    """The observation behind a turn. It differs between the samples of a group."""
     kind, grid, seed = MEDIA[turn % len(MEDIA)]
     shown = [(kind, grid, seed + 10 * number)] if vision else []
     return [text(3, 100 * turn + number), *shown, text(2 + turn, 50 * turn + number)]

@@ -100,7 +100,7 @@ async def test_streaming_equals_not_streaming(server: Subject) -> None:
 
 
 async def test_a_conversation_goes_on_from_its_cached_turns(server: Subject) -> None:
-    """With images in several turns. A session needs nothing else than the same tokens and pixels again."""
+    """Several turns have images. The server needs only the same tokens and pixels again to use its cache."""
     async with client_at(server.address) as client:
         await server.serve()
         config = model("vl").config
