@@ -25,6 +25,13 @@ from .medium import Media, MediaKind
 
 ENVIRONMENT = -2  # the version of tokens that the environment said
 
+
+def request_seed(seed: int, draw: int) -> int:
+    """Returns the seed of the requests and of the environments of a draw, which fits an int32 and differs for all draws
+    of a run. `seed` is `config.seed`."""
+    return (seed * 0x9E3779B1 + draw) % 2**31
+
+
 _HEAD = struct.Struct("<iiiid")
 _TOKENS = {2: np.dtype("<u2"), 4: np.dtype("<i4")}  # by a token's size in bytes
 _RUN = np.dtype("<i4")  # the type of a version and of a number of tokens
@@ -51,6 +58,19 @@ class Prompt:
     row: int = 0
     tokens: int = 0  # tokens of the prepared prompt, 0 if unknown
     environment: str = ""
+    opening: tuple[int, int] = (0, 0)  # characters and media at the end that the environment showed when it began
+
+    def opened(self, text: str, media: tuple[Media, ...]) -> "Prompt":
+        """Returns the prompt with the first observation of its environment behind it."""
+        shown = f"{self.text}\n{text}" if self.text and text else self.text or text
+        added = len(shown) - len(self.text), len(media)
+        return dataclasses.replace(self, text=shown, media=(*self.media, *media), opening=added)
+
+    @property
+    def record(self) -> "Prompt":
+        """The prompt without the first observation of its environment."""
+        text, media = (len(whole) - added for whole, added in zip((self.text, self.media), self.opening, strict=True))
+        return dataclasses.replace(self, text=self.text[:text], media=self.media[:media], opening=(0, 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +145,12 @@ class Response:
         """The number of tokens that are trained on: all but those of the environment."""
         return trained_of(self.data) if self.is_packed else self.num_tokens - self.versions.count(ENVIRONMENT)
 
+    @property
+    def last_turn(self) -> tuple[int, ...]:
+        """The tokens behind the newest observation: all tokens of a response of one turn."""
+        ids, versions = self.token_ids, self.versions
+        return ids[len(ids) - versions[::-1].index(ENVIRONMENT) :] if ENVIRONMENT in versions else ids
+
     def to_json(self) -> State:
         """Returns the fields as JSON values. Versions are runs [version, number of tokens]."""
         runs = [[version, len(list(run))] for version, run in groupby(self.versions)]
@@ -145,12 +171,14 @@ class Response:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """The input of a reward: the prompt, the response's text, and the way in which the generation ended."""
+    """The input of a reward: the prompt, the text of the response's last turn, the number of tokens that the model
+    said, the way in which the generation ended, and the rewards of the environment (`Response.rewards`)."""
 
     prompt: Prompt
     text: str
     num_tokens: int = 0
     finish: str = "stop"  # as `Response.finish`
+    rewards: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -323,21 +323,17 @@ def _sorted(group: Group) -> Group:
     return dataclasses.replace(group, samples=tuple(samples))
 
 
-def sft_groups(prompts: Sequence[PreparedPrompt], answer_ids: Sequence[Sequence[int]]) -> list[Group]:
-    """Returns one group for each prompt, whose only response is the given answer with its stop id. Log-probs are 0 and
-    versions -1, because no engine produced the tokens."""
+def given_response(draw: int, ids: Sequence[int]) -> Response:
+    """Returns a response of given tokens. Log-probs are 0 and versions -1, because no engine produced the tokens."""
+    zeros, token_ids = (0.0,) * len(ids), tuple(int(token) for token in ids)
+    return Response(f"sft-{draw}/0", draw, 0, token_ids, zeros, (-1,) * len(ids), "stop", temperature=1.0)
+
+
+def sft_groups(prompts: Sequence[PreparedPrompt], answers: Sequence[Sequence[int] | Response]) -> list[Group]:
+    """Returns one group for each prompt, whose only response is the given answer: its token ids with the stop id, or a
+    response with observations."""
     groups = []
-    for prepared, ids in zip(prompts, answer_ids, strict=True):
-        draw, token_ids = prepared.prompt.draw, tuple(int(token) for token in ids)
-        response = Response(
-            rid=f"sft-{draw}/0",
-            draw=draw,
-            sample=0,
-            token_ids=token_ids,
-            logprobs=(0.0,) * len(token_ids),
-            versions=(-1,) * len(token_ids),
-            finish="stop",
-            temperature=1.0,
-        )
+    for prepared, answer in zip(prompts, answers, strict=True):
+        response = answer if isinstance(answer, Response) else given_response(prepared.prompt.draw, answer)
         groups.append(Group(prepared.prompt, (Sample(response, Reward(1.0, True, "given answer"), advantage=1.0),)))
     return groups

@@ -69,6 +69,22 @@ def term_weights(terms: Mapping[str, RewardTerm], field: str) -> dict[str, RunSc
 
 
 @dataclasses.dataclass(slots=True)
+class EnvironmentLimits(Section):
+    """The bounds of environments. What exceeds a bound fails its episode."""
+
+    concurrency: int = positive(8)  # environments at once, each in its process; further episodes wait in order
+    turns: int = positive(32)  # turns of an episode, which ends without a further one
+    seconds: float = positive(60.0)  # seconds of a step, a snapshot, a restore
+    start_seconds: float = positive(120.0)  # seconds of a reset, the environment's imports included
+    memory_gib: float = positive(4.0)  # resident memory of a process and its descendants
+    text_bytes: int = positive(1 << 20)  # of an observation's text in UTF-8, and of its `info` in JSON
+    media: int = positive(16)  # images and videos of an observation
+    pixels: int = positive(1 << 24)  # of an image or a frame
+    frames: int = positive(1024)  # of a video
+    encoded_bytes: int = positive(1 << 26)  # of an encoded medium, and of a snapshot
+
+
+@dataclasses.dataclass(slots=True)
 class SourceConfig(Section):
     """A source of training prompts: its file, its reward, and how often prompts are drawn from it."""
 
@@ -90,6 +106,10 @@ class SourceConfig(Section):
             "allowed": f"have only the keys {', '.join(COLUMNS)}, each with the name of a field",
         },
     )
+    # What answers the turns of a response: a name in `fluxjax.environments`, or module:attribute. Empty: a response is
+    # one turn.
+    environment: str = ""
+    environment_arguments: dict[str, object] = dataclasses.field(default_factory=dict)  # its keyword arguments
 
     @property
     def reward_names(self) -> str:
@@ -97,7 +117,11 @@ class SourceConfig(Section):
         return " + ".join(term.reward or name for name, term in self.rewards.items()) or self.reward
 
     def validate_rewards(self, field: str) -> None:
-        """Raises `ConfigError` for rewards that exclude each other, and for weights that can't be read."""
+        """Raises `ConfigError` for rewards that exclude each other, for weights that can't be read, and for what only a
+        source with an environment has."""
+        if not self.environment and (self.environment_arguments or "environment" in self.reward_names.split(" + ")):
+            what = "environment_arguments are" if self.environment_arguments else "reward 'environment' is"
+            raise ConfigError(f"{field}.{what} given, but {field}.environment is empty; name the environment there")
         if self.rewards and self.reward != type(self)().reward:
             raise ConfigError(
                 f"{field}.reward is {self.reward!r}, but {field}.rewards replaces it; name this reward in "
@@ -109,6 +133,7 @@ class SourceConfig(Section):
 @dataclasses.dataclass(slots=True)
 class DataConfig(Section):
     sources: dict[str, SourceConfig] = dataclasses.field(default_factory=dict, metadata={"entries": SourceConfig})
+    environments: EnvironmentLimits = dataclasses.field(default_factory=EnvironmentLimits)
     max_pixels: int = not_negative(0)  # the most pixels of an image or a frame; 0: as in the checkpoint
     video_frames: int = positive(4)  # frames sampled from a video
     chat_template: bool = False  # render prompts with the checkpoint's chat template, else plain text
@@ -122,3 +147,7 @@ class DataConfig(Section):
     # GiB of decoded media that each process of a run with preprocessors keeps: at most half for prompts of the next two
     # steps, the rest for prompts whose responses will be trained on. 0: none.
     near_gib: float = not_negative(0.0)
+
+    @property
+    def has_environments(self) -> bool:
+        return any(source.environment for source in self.sources.values())

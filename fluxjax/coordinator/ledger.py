@@ -159,6 +159,11 @@ class Ledger:
         """True while an engine owes a response, an environment an answer, or the scorer a reward."""
         return bool(self._scoring or self._stages[PromptStage.RUNNING] or self._stages[PromptStage.STOPPING])
 
+    def between_turns(self, engines: Sequence[int]) -> bool:
+        """Says whether a response that one of these engines will go on with is between two turns."""
+        running = self._stages[PromptStage.RUNNING].values()
+        return any((entry.acting or entry.observed) and entry.engine in engines for entry in running)
+
     # --- facts ----------------------------------------------------------------------------------
 
     def draw(self, prompts: Sequence[Prompt], skipped: Sequence[tuple[Prompt, str]]) -> None:

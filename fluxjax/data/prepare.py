@@ -260,20 +260,15 @@ class Preparer:
         *,
         ahead: int = 0,
         proxy: ProxyMedia | None = None,
+        opened: Callable[[Drawn], Drawn] = lambda drawn: drawn,
     ) -> None:
         """Threads prepare `ahead` prompts beyond the last draw. If `ahead` is 0, threads prepare the prompts of one
         step, or of two steps with `data.near_gib`. The store of `proxy` decodes media. Without `proxy`, this process
-        decodes media, and prompts hold their pixels."""
+        decodes media, and prompts hold their pixels. `opened` adds what an environment shows first."""
         self.processor = processor
         self.loader = loader
         self.skipped: collections.Counter[str] = collections.Counter()  # by reason: number of skipped draws
-        self._prepare = functools.partial(
-            prepare_prompt,
-            processor,
-            limits=PromptLimits.of(config),
-            chat_template=config.data.chat_template,
-            proxy=proxy,
-        )
+        self._limits, self._opened = PromptLimits.of(config), opened
         self._chat_template, self._proxy = config.data.chat_template, proxy
         self._threads = min(8, max(2, os.cpu_count() or 1)) if proxy is None else proxy.store.concurrency
         self._step = ahead or config.rollout.prompts_per_step
@@ -285,6 +280,9 @@ class Preparer:
         self._logged: collections.Counter[tuple[str, str]] = collections.Counter()  # by source and reason
         self._skips_in_a_row = 0
         self._patience = min(_HOPELESS, 2 * sum(map(len, loader.sources.values())))
+
+    def _prepare(self, drawn: Drawn) -> Result:
+        return prepare_prompt(self.processor, self._opened(drawn), self._limits, self._chat_template, self._proxy)
 
     async def draw(self, count: int) -> Sorted:
         """Returns the next `count` draws: prepared prompts, and skipped prompts with reasons. Raises `DataError` if a
@@ -332,7 +330,7 @@ class Preparer:
     def _laid_out(self, draw: int, tickets: Sequence[Ticket]) -> ModelInput:
         from .shadows import outlined
 
-        prompt = at(self.loader.order, draw)
+        prompt = self._opened(at(self.loader.order, draw))
         assert isinstance(self.processor, Processor)
         try:
             if isinstance(prompt, SkippedPrompt):

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 from sharding.door import door
 
-from .observation import Environment, EnvironmentFailure, EnvironmentLimits, Fault, Observation
+from ..config.data import EnvironmentLimits
+from .observation import Environment, EnvironmentFailure, Fault, Observation
 
 if TYPE_CHECKING:
     from .environment_pool import EnvironmentPool, LiveEpisode, Observed

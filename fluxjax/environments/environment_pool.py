@@ -11,7 +11,7 @@ import pathlib
 import pickle
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..base.call_slots import Slots
@@ -19,8 +19,10 @@ from ..base.errors import ConfigError, DataError
 from ..base.medium import Media, MediaKind
 from ..base.scored import Prompt
 from ..base.worker_pool import HeldWorker, WorkerDied, WorkerError, WorkerMemory, WorkerPool, WorkerTimeout
+from ..config.bounds import check_fields
+from ..config.data import EnvironmentLimits
 from ..data.sources import marked
-from .observation import EnvironmentFailure, EnvironmentLimits, Fault
+from .observation import EnvironmentFailure, Fault
 
 _CLOSING_SECONDS = 5.0  # seconds that an environment's `close` may take
 # A process above this share of its bound ends after its episode, since the next episode must not pay for its leak.
@@ -54,8 +56,10 @@ class EnvironmentPool:
         *,
         note: Callable[[str, str], None] = lambda environment, text: None,
     ) -> None:
-        """`note(environment, text)` is called for each failure. Raises DataError if `folder` can't be made."""
+        """`note(environment, text)` is called for each failure. Raises DataError if `folder` can't be made, and
+        `ConfigError` for limits beyond their bounds."""
         self.folder, self.limits = pathlib.Path(folder).absolute(), limits or EnvironmentLimits()
+        check_fields(self.limits, "environment limits: ")
         self._note = note
         self._slots = Slots(self.limits.concurrency)
         self.episodes: set[LiveEpisode] = set()
@@ -135,11 +139,11 @@ class LiveEpisode:
     def __init__(self, pool: EnvironmentPool, name: str, held: HeldWorker, slot: contextlib.AsyncExitStack) -> None:
         self._pool, self._name, self._held, self._slot = pool, name, held, slot
         self._ended = False
-        self.has_snapshots = False
+        self._offers: Sequence[str] = ()  # the optional methods that the environment has
 
     async def begin(self, prompt: Prompt, seed: int, arguments: Mapping[str, Any]) -> None:
         values = self._name, arguments, pickle.dumps(prompt), seed
-        (observation, self.has_snapshots), seconds = await self._ask("start", *values)
+        (observation, self._offers), seconds = await self._ask("start", *values)
         self.observation = await self._observed(observation, seconds)
 
     async def act(self, text: str) -> Observed:
@@ -154,12 +158,19 @@ class LiveEpisode:
 
     async def snapshot(self) -> bytes | None:
         """Returns the state of the episode, or None if the environment has no snapshots. Raises what `act` raises."""
-        return (await self._ask("snapshot"))[0] if self.has_snapshots else None
+        return (await self._ask("snapshot"))[0] if {"snapshot", "restore"} <= {*self._offers} else None
+
+    async def demonstrate(self) -> str:
+        """Returns a good next turn. Raises what `act` raises; `ConfigError` if the environment can't tell one."""
+        if "demonstrate" not in self._offers:
+            fix = "add it, or set warm_start.steps=0"
+            raise ConfigError(f"environment {self._name!r} has no demonstrate(), which the warm start imitates; {fix}")
+        return (await self._ask("demonstrate"))[0]
 
     async def restore(self, snapshot: bytes) -> None:
         """Sets the state that an episode of the same environment, prompt and seed had at its `snapshot`. `observation`
         does not change. Raises what `act` raises."""
-        if not self.has_snapshots:
+        if "restore" not in self._offers:
             raise ConfigError(f"environment {self._name!r} has no snapshot() and restore()")
         await self._ask("restore", snapshot)
 

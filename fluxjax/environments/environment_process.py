@@ -17,9 +17,11 @@ from sharding.door import ByName
 from ..base.errors import ConfigError, DataError
 from ..base.finite import finite
 from ..base.import_path import imported
-from .observation import EnvironmentFailure, EnvironmentLimits, Fault, Observation
+from ..config.data import EnvironmentLimits
+from .observation import EnvironmentFailure, Fault, Observation
 from .observed_media import stored
 
+OPTIONAL = ("snapshot", "restore", "demonstrate")  # methods of an environment
 ENVIRONMENTS: Mapping[str, Any] = ByName(__name__, {})
 
 
@@ -65,11 +67,11 @@ class _Player:
 
     def start(
         self, environment: str, arguments: Mapping[str, Any], prompt: bytes, seed: int
-    ) -> tuple[dict[str, Any], bool]:
-        """Returns the first observation, and whether the environment has snapshots."""
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Returns the first observation, and the names of the optional methods that the environment has."""
         self._environment = build(environment, arguments)
         observation = self._observed(self._environment.reset(pickle.loads(prompt), seed))
-        return observation, all(hasattr(self._environment, name) for name in ("snapshot", "restore"))
+        return observation, [name for name in OPTIONAL if callable(getattr(self._environment, name, None))]
 
     def step(self, text: str) -> dict[str, Any]:
         return self._observed(self._environment.step(text))
@@ -84,6 +86,13 @@ class _Player:
 
     def restore(self, snapshot: bytes) -> None:
         self._awaited(self._environment.restore(snapshot))
+
+    def demonstrate(self) -> str:
+        text = self._awaited(self._environment.demonstrate())
+        if not isinstance(text, str):
+            raise EnvironmentFailure(Fault.INVALID, f"a demonstration is of type {type(text).__name__}, not str")
+        self._check_text("a demonstration", text)
+        return text
 
     def end(self) -> None:
         environment, self._environment = self._environment, None

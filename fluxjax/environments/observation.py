@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from ..base.scored import Prompt
-from ..config.bounds import check_fields, positive
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -39,7 +38,8 @@ class Observation:
 class Environment(Protocol):
     """Plays an episode. Methods may be `async`. An environment may also have `close()`, and both `snapshot() -> bytes`,
     which returns the state of its episode, and `restore(snapshot)`, which sets this state after a `reset` with the same
-    prompt and seed, perhaps in another process."""
+    prompt and seed, perhaps in another process; and `demonstrate() -> str`, which returns a good next turn. The warm
+    start imitates these turns."""
 
     def reset(self, prompt: Prompt, seed: int) -> Observation | Awaitable[Observation]:
         """Begins an episode and returns what the model sees beside the prompt. All chance must come from `seed`."""
@@ -48,25 +48,6 @@ class Environment(Protocol):
     def step(self, text: str) -> Observation | Awaitable[Observation]:
         """Answers a turn of the model."""
         ...
-
-
-@dataclasses.dataclass(frozen=True)
-class EnvironmentLimits:
-    """The bounds of environments. What exceeds a bound fails its episode."""
-
-    concurrency: int = positive(8)  # environments at once, each in its process; further episodes wait in order
-    seconds: float = positive(60.0)  # seconds of a step, a snapshot, a restore
-    start_seconds: float = positive(120.0)  # seconds of a reset, the environment's imports included
-    memory_gib: float = positive(4.0)  # resident memory of a process and its descendants
-    text_bytes: int = positive(1 << 20)  # of an observation's text in UTF-8, and of its `info` in JSON
-    media: int = positive(16)  # images and videos of an observation
-    pixels: int = positive(1 << 24)  # of an image or a frame
-    frames: int = positive(1024)  # of a video
-    encoded_bytes: int = positive(1 << 26)  # of an encoded medium, and of a snapshot
-
-    def __post_init__(self) -> None:
-        """Raises `ConfigError`, naming the field, for a value of another type or beyond its bound."""
-        check_fields(self, "environment limits: ")
 
 
 class Fault(enum.Enum):

@@ -20,7 +20,8 @@ from models.processing.media_file import MediaError
 from models.processing.settings import DecodeLimits
 from models.processing.videos import video_facts
 
-from .observation import EnvironmentFailure, EnvironmentLimits, Fault, Observation, Picture, Video
+from ..config.data import EnvironmentLimits
+from .observation import EnvironmentFailure, Fault, Observation, Picture, Video
 
 _SIMPLER = {"CMYK": "RGB", "YCbCr": "RGB", "LAB": "RGB", "HSV": "RGB"}  # modes that PNG lacks
 

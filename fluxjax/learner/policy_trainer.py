@@ -426,7 +426,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Returns mean rewards (over all groups, and by source), accuracies by source, response lengths in tokens, the
     share of responses that were cut off, and the share of groups with equal rewards."""
     samples = [(group.prompt.source, sample) for group in groups for sample in group.samples]
-    lengths = [sample.response.num_tokens for _, sample in samples]
+    lengths = [sample.response.num_trained for _, sample in samples]
     metrics = {
         "reward/mean": float(np.mean([sample.reward.value for _, sample in samples])),
         "response/mean_tokens": float(np.mean(lengths)),
@@ -434,6 +434,8 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "response/cut_off": float(np.mean([sample.response.finish == "length" for _, sample in samples])),
         "groups/zero_variance": zero_variance_groups(groups) / len(groups),
     }
+    if any(group.prompt.environment for group in groups):
+        metrics["response/mean_turns"] = float(np.mean([max(len(s.response.rewards), 1) for _, s in samples]))
     for source in sorted({source for source, _ in samples}):
         rewards = [sample.reward for name, sample in samples if name == source]
         metrics[f"reward/{source}"] = float(np.mean([reward.value for reward in rewards]))

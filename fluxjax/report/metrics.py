@@ -43,6 +43,12 @@ def read(file: pathlib.Path) -> list[dict[str, Any]]:
     return records
 
 
+def _counted(failed: Mapping[str, dict[str, int]], name: str, reason: str) -> dict[str, dict[str, int]]:
+    """Counts a failure in new dictionaries, because a thread may write the old ones to a checkpoint meanwhile."""
+    reasons = failed.get(name, {})
+    return {**failed, name: {**reasons, reason: reasons.get(reason, 0) + 1}}
+
+
 @dataclasses.dataclass
 class Summary:
     """The results of a run. Accuracies are, for each source, shares of right greedy answers to held-out prompts. Every
@@ -64,6 +70,8 @@ class Summary:
     tokens_trained: int = 0  # response tokens
     samples_skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # reason -> prompts of all phases
     rewards_failed: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)  # source -> reason -> responses
+    # environment -> reason -> episodes and prompts that failed
+    environments_failed: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     steps_not_finite: int = 0  # optimizer steps skipped, as loss or gradients were not finite
     checkpoints_failed: int = 0
     resumed_from: list[int] = dataclasses.field(default_factory=list)  # steps
@@ -76,10 +84,11 @@ class Summary:
         self.samples_skipped[reason] = self.samples_skipped.get(reason, 0) + 1
 
     def count_failed_reward(self, source: str, reason: str) -> None:
-        """Counts a response for which a reward failed. The dictionaries are replaced, because a thread may write them
-        to a checkpoint meanwhile."""
-        reasons = self.rewards_failed.get(source, {})
-        self.rewards_failed = {**self.rewards_failed, source: {**reasons, reason: reasons.get(reason, 0) + 1}}
+        """Counts a response for which a reward failed."""
+        self.rewards_failed = _counted(self.rewards_failed, source, reason)
+
+    def count_failed_environment(self, environment: str, reason: str) -> None:
+        self.environments_failed = _counted(self.environments_failed, environment, reason)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -45,6 +45,7 @@ REWARDS: Mapping[str, Any] = ByName(
         "ordered_list": "vision:OrderedList",
         "format": "shaping:Format",
         "overlong": "shaping:Overlong",
+        "environment": "shaping:EnvironmentReward",
     },
 )
 SHAPES = "a function, or an object with score(completion) or compute(prompts, responses)"

@@ -218,14 +218,15 @@ class Scorer:
         to the prompt."""
         rewards = self._training[prompt.source]
         progress = self._of_prompt(prompt.draw) if rewards.changes else 0.0
-        text = self.decode(response.token_ids)
-        completion = Completion(prompt, text, response.num_tokens, response.finish)
+        completion = Completion(
+            prompt, self.decode(response.last_turn), response.num_trained, response.finish, response.rewards
+        )
         return await self._measured(rewards, completion, progress)
 
-    async def score_text(self, prompt: Prompt, text: str) -> Reward:
-        """Returns the reward of an answer to a held-out prompt."""
+    async def score_text(self, prompt: Prompt, text: str, episode: tuple[float, ...] = ()) -> Reward:
+        """Returns the reward of an answer to a held-out prompt. `episode` has the rewards of its environment."""
         rewards = self._held_out.get(prompt.source) or self._training[prompt.source]
-        return await self._measured(rewards, Completion(prompt, text), self._progress())
+        return await self._measured(rewards, Completion(prompt, text, rewards=episode), self._progress())
 
     async def _measured(self, rewards: WeightedSum, completion: Completion, progress: float) -> Reward:
         if not rewards.takes_time:

@@ -1,6 +1,7 @@
-"""Rewards for the form of an answer, not for its content: its format, and DAPO's penalty for length.
+"""Rewards for the form of an answer, not for its content: its format, and DAPO's penalty for length. Also the reward
+that an environment gives.
 
-These rewards are meant to be added to other rewards. `Reward.correct` says whether the form is right.
+Rewards for form are meant to be added to other rewards. Their `Reward.correct` says whether the form is right.
 """
 
 import dataclasses
@@ -85,6 +86,17 @@ class Overlong(BuiltIn):
         elif count > self.most_tokens - self.interval:
             value = (self.most_tokens - self.interval - count) / self.interval
         return Reward(value, value == 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvironmentReward(BuiltIn):
+    """The sum of the rewards that the environment gave for the turns of an episode. A positive sum is correct."""
+
+    name = "environment"
+
+    async def score(self, completion: Completion) -> Reward:
+        value = sum(completion.rewards)
+        return Reward(value, value > 0)
 
 
 def _thinks_and_answers(text: str) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import logging
 import pathlib
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,7 +57,9 @@ if TYPE_CHECKING:
     from ..data.materializer import Materializer
     from ..data.shadows import ProxyMedia
     from .pixels import Pixels
+    from .play import Play
 
+log = logging.getLogger(__name__)
 AnyPixels: TypeAlias = "NoPixels | Pixels"
 POSITION_GRID = 4  # rows and columns of a tiny tower's learned positions; its pictures have few patches
 
@@ -174,7 +178,7 @@ def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decod
         vision = tiny_vision(config.model)
         times = ["seconds"] if vision and vision.timed else []
         processor = build_processor(
-            all_texts(sources.values()),
+            itertools.chain(all_texts(sources.values()), ["\n"] * config.data.has_environments),  # as `Prompt.opened`
             words=[*common_words(sources.values()), *times],
             layout=PatchLayout.of(vision) if vision else None,
             num_frames=data.video_frames,
@@ -296,12 +300,30 @@ def tiny_states(tiny: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def training_prompts(
-    config: Config, sources: Mapping[str, Source], processor: Processor, proxy: ProxyMedia | None = None
-) -> Preparer:
-    """Returns the prompts of RL, in the order of their draws. `proxy` is that of `Preparer`."""
+def training_prompts(config: Config, sources: Mapping[str, Source], processor: Processor, **preparing: Any) -> Preparer:
+    """Returns the prompts of RL, in the order of their draws. `preparing` has further arguments of `Preparer`."""
     weights = {name: config.data.sources[name].weight for name in sources}
-    return Preparer(processor, PromptLoader(sources, weights, config.seed), config, proxy=proxy)
+    return Preparer(processor, PromptLoader(sources, weights, config.seed), config, **preparing)
+
+
+def open_play(
+    config: Config,
+    processor: Processor,
+    proxy: ProxyMedia | None,
+    folder: pathlib.Path | None,
+    note: Callable[[str, str], None] = lambda environment, text: log.warning("environment %s: %s", environment, text),
+) -> Play | None:
+    """Returns the environments of a run, if any source has one. Parameters and errors are those of `Play`."""
+    if not config.data.has_environments:
+        return None
+    from .play import Play
+
+    return Play(config, processor, proxy, folder, note)
+
+
+def preparing(pixels: AnyPixels, play: Play | None) -> dict[str, Any]:
+    """Returns further arguments of `Preparer`."""
+    return {"proxy": pixels.proxy} | ({} if play is None else {"opened": play.opened})
 
 
 class NoPixels:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rollout.fleet_server import ServerStatus
 
     from ..runtime.fleet_pool import FleetPool
+    from .play import Play
 
 
 @runtime_checkable
@@ -66,6 +67,7 @@ class ReportedRun(Run, Protocol):
     pixels: AnyPixels
     pool: EnginePool | FleetPool
     rewards: Scorer
+    play: Play | None
 
     def tell(self, hook: Callable[..., None], *event: object) -> None: ...
 
@@ -125,6 +127,8 @@ class Reporter(Observer):
         metrics["tokens_per_second"] = tokens / max(self._since - before, 1e-9)
         hosts = run.gang.statuses()
         metrics |= self._server_metrics() | self._host_metrics(hosts) | run.pixels.metrics() | run.rewards.metrics()
+        if run.play is not None:
+            metrics |= run.play.metrics()
         for span in host_lanes(hosts, step):
             run.timeline.add(span)
         summary.steps_not_finite += int(metrics.get("skipped_nonfinite", 0.0))
@@ -225,6 +229,9 @@ def closing(summary: Summary, reason: str) -> str:
     for source, reasons in summary.rewards_failed.items():
         failed = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
         lines.append(f"failed rewards of source {source}, each scored 0: {failed}")
+    for environment, reasons in summary.environments_failed.items():
+        failed = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
+        lines.append(f"failures of environment {environment}: {failed}")
     if summary.steps_not_finite:
         lines.append(f"optimizer steps skipped, as loss or gradients were not finite: {summary.steps_not_finite}")
     if summary.checkpoints_failed:

@@ -22,7 +22,7 @@ from ..learner.policy_trainer import PolicyTrainer
 from ..learner.warm_start import begin_warm_start, given_step, warm_start_source
 from ..report.metrics import process_log
 from ..runtime.fleet_pool import EngineServers, check_allocator
-from .build import describe_model, training_prompts
+from .build import describe_model, open_play, preparing, training_prompts
 from .parts import assemble, serve_engines, settled
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,9 @@ class Follower:
         self._parts = parts = assemble(config, sizes, processor, algorithm, gang, run_dir, token)
         self._config, self._learner, self._models, self._media = config, parts.learner, parts.models, parts.pixels
         self._trainer = PolicyTrainer(config, parts.models, parts.composer, team=gang)
-        self._prompts = training_prompts(config, sources, processor, parts.pixels.proxy)
+        self._play = open_play(config, processor, parts.pixels.proxy, run_dir / "observations")
+        self._preparing = preparing(parts.pixels, self._play)
+        self._prompts = training_prompts(config, sources, processor, **self._preparing)
         self._coming = ComingPrompts(self._prompts, most=_REMEMBERED * config.rollout.prompts_per_step)
         self._warm_start: Preparer | None = None
         self._engines: EngineServers | None = None
@@ -56,6 +58,8 @@ class Follower:
         """Waits for checkpoints under way, and ends all threads."""
         if self._engines is not None:
             self._engines.close()
+        if self._play is not None:
+            self._play.close()
         self._parts.close()
 
     def obey(self, order: Order) -> None:
@@ -85,7 +89,7 @@ class Follower:
             return
         begin_warm_start(self._config, self._learner)
         sources = open_warm_start(self._config)
-        self._warm_start = warm_start_source(self._config, sources, self._parts.processor, self._media.proxy)
+        self._warm_start = warm_start_source(self._config, sources, self._parts.processor, **self._preparing)
 
     def _learn(self, order: Learn) -> None:
         with self._gang.watch.stage("media"):

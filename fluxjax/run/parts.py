@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-import collections
 import copy
 import dataclasses
 import itertools
 import pathlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from models.config import DecoderConfig, VisionConfig
 from models.decoder import Decoder
 from models.processing import Processor
-from rollout.engine import Engine, GenerateRequest, SamplingParams
 from sharding.mesh import Target
 from sharding.walk import HOST_MEMORY
 
 from ..algorithms import RLAlgorithm
-from ..base.errors import DataError
-from ..base.timeline import activity
-from ..base.types import PreparedPrompt, Prompt, Reward
+from ..base.types import Prompt, Reward
 from ..batch.composer import Composer, Team
 from ..config import ODC, Config, ConfigError, Remat, RolloutEngine
-from ..data.loader import read_row
-from ..data.prepare import Preparer
-from ..data.sources import Source
 from ..learner.run_models import RunModels
 from ..runtime.engine_pool import EnginePool, engine_count, engines_sleep
-from ..runtime.ports import EvaluationGivenUp
 from .build import AnyPixels, build_learning, open_pixels, run_mesh, sampling_params
 from .checkpoint import Checkpoints
 
@@ -237,82 +227,3 @@ def serve_engines(parts: Parts, gang: Team, token: str) -> EngineServers:
         )
     except ValueError as error:
         raise ConfigError(f"the engines of {links.name} can't listen on {links.address}: {error}") from error
-
-
-@dataclasses.dataclass
-class HeldOut:
-    """The held-out prompts of every source, prepared once for all evaluations. An engine answers the prompts greedily,
-    and each source's reward scores the answers."""
-
-    prompts: Mapping[str, Sequence[PreparedPrompt]]
-    score: _Score
-    decode: Callable[[Sequence[int]], str]
-    sampling: SamplingParams
-    stopping: Callable[[], bool] = bool  # says whether the run should stop
-
-    async def accuracy(self, engine: Engine, limit: int | None = None, *, blind: bool = False) -> dict[str, float]:
-        """Returns, for each source, the share of right greedy answers to the first `limit` prompts. Raises
-        EvaluationGivenUp if the run should stop before all answers are scored. `blind` gives every pixel the mean
-        colour (zero after normalisation), to measure the accuracy without sight."""
-        asked = [(source, p) for source, prompts in self.prompts.items() for p in prompts[:limit]]
-        await engine.pause()  # all requests form one deterministic batch, as in training
-        answers = [asyncio.ensure_future(self._answer(engine, i, p, blind)) for i, (_, p) in enumerate(asked)]
-        await asyncio.sleep(0)  # all requests are queued before the first is served
-        await engine.resume()
-        texts = await self._all("evaluating", answers)
-        scores = [self.score(p.prompt, text) for (_, p), text in zip(asked, texts, strict=True)]
-        rewards = await self._all("scoring", [asyncio.ensure_future(score) for score in scores])
-        right: dict[str, list[bool]] = collections.defaultdict(list)
-        for (source, _), reward in zip(asked, rewards, strict=True):
-            right[source].append(reward.correct)
-        return {source: float(np.mean(values)) for source, values in right.items()}
-
-    async def _all(self, what: str, jobs: Sequence[asyncio.Future[Any]]) -> list[Any]:
-        gathered = asyncio.gather(*jobs)
-        try:
-            with activity(lambda: f"{what} {sum(job.done() for job in jobs)}/{len(jobs)}"):
-                while not gathered.done():
-                    if self.stopping():
-                        raise EvaluationGivenUp
-                    await asyncio.wait([gathered], timeout=0.2)
-            return gathered.result()
-        finally:
-            gathered.cancel()
-            await asyncio.gather(gathered, return_exceptions=True)
-
-    async def _answer(self, engine: Engine, index: int, prepared: PreparedPrompt, blind: bool) -> str:
-        inputs = prepared.inputs.laid_out()
-        if blind and (patches := inputs.patches_PX) is not None:  # an array or a shadow: both have a shape
-            inputs = inputs.with_patches(np.zeros(patches.shape, patches.dtype))
-        sampling = dataclasses.replace(self.sampling, temperature=0.0)
-        tokens: list[int] = []
-        # Greedy answers need no random numbers. Servers order requests by seed, because a network does not keep their
-        # order.
-        async for chunk in engine.generate(GenerateRequest(f"held-out-{index:06d}", inputs, sampling, seed=index)):
-            tokens.extend(chunk.token_ids)
-        return self.decode(tokens)
-
-    def chance(self, limit: int | None = None) -> dict[str, float]:
-        """Returns, for each source, the accuracy of the best constant answer."""
-        result = {}
-        for source, prompts in self.prompts.items():
-            answers = collections.Counter(p.prompt.answer for p in prompts[:limit])
-            result[source] = max(answers.values()) / sum(answers.values()) if answers else 0.0
-        return result
-
-
-def held_out_prompts(
-    sources: Mapping[str, Source], count: int, preparer: Preparer, count_skip: Callable[[str], None]
-) -> dict[str, list[PreparedPrompt]]:
-    """Returns the usable prompts among the first `count` rows of each source. Raises DataError if a source has none."""
-    prompts = {}
-    for name, source in sources.items():
-        rows = range(min(count, len(source)))
-        prepared, skipped = preparer.prepare_all(read_row(source, name, row) for row in rows)
-        for _, reason in skipped:
-            count_skip(f"held out: {reason}")
-        if not prepared:
-            reason = skipped[0][1]
-            raise DataError(f"data.sources.{name}: none of {len(rows)} held-out prompts can be used: {reason}")
-        prompts[name] = prepared
-    return prompts

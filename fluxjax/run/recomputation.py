@@ -12,11 +12,10 @@ from rollout.engine import GenerateRequest
 
 from ..base.errors import DataError
 from ..base.event_loop import run_async
-from ..base.scored import ResponseNumbers
+from ..base.scored import ResponseNumbers, request_seed
 from ..base.types import PreparedPrompt
 from ..config import Config, RolloutEngine, run_folder
 from ..report.samples import dumped_steps, read_samples, recorded_numbers
-from ..runtime.conversations import request_seed
 from .trainer import FluxTrainer
 
 

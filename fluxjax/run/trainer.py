@@ -39,13 +39,17 @@ from .build import (
     describe_model,
     export,
     export_adapters,
+    open_play,
+    preparing,
     sampling_params,
     server_checkpoint,
     training_prompts,
 )
 from .callbacks import Callback, Reporter, closing, opening, write_pictures
 from .checkpoint import ResumeError
-from .parts import HeldOut, assemble, held_out_prompts, make_pool, settled
+from .held_out import HeldOut, held_out_prompts
+from .parts import assemble, make_pool, settled
+from .play import begun
 from .run_state import RunState
 
 _DURING = 64  # held-out prompts of a source in evaluations between the first and the last
@@ -148,7 +152,9 @@ class FluxTrainer:
                         self.rewards.check_answers(texts, held_out)
 
                 # --- coordinator, and all that is saved with it ---------------------------------
-                prompts = training_prompts(config, self.sources, self.processor, self.pixels.proxy)
+                folder, note = None if read_only else run_dir / "observations", self._note_environment
+                self.play = open_play(config, self.processor, self.pixels.proxy, folder, note)
+                prompts = training_prompts(config, self.sources, self.processor, **self._preparing)
                 self.state = RunState(
                     parts, gang, prompts, self.rewards, summary, policy, began=began, read_only=read_only
                 )
@@ -183,6 +189,14 @@ class FluxTrainer:
         return self.gang.whole(self.learner.weights, self.learner.mesh)
 
     @property
+    def _preparing(self) -> dict[str, Any]:
+        """Arguments of `Preparer`."""
+        return preparing(self.pixels, self.play)
+
+    def _note_environment(self, environment: str, text: str) -> None:
+        self.summary.count_failed_environment(environment, text)
+
+    @property
     def held_out(self) -> HeldOut:
         """The held-out prompts, which are prepared at the first use."""
         if self._held_out is None:
@@ -215,7 +229,7 @@ class FluxTrainer:
         if prompts is not None:
             self.sources = given(prompts, self.config.data)
             self.state.prompts.close()
-            self.state.prompts = training_prompts(self.config, self.sources, self.processor, self.pixels.proxy)
+            self.state.prompts = training_prompts(self.config, self.sources, self.processor, **self._preparing)
         if eval_prompts is not None:
             self.eval_sources, self._held_out = given(eval_prompts, self.config.data), None
         try:
@@ -234,7 +248,8 @@ class FluxTrainer:
         async def measure() -> dict[str, float]:
             await self.engine.update_weights(self.learner.version, self.weights())
             await self.engine.wake()  # a run that failed may have left the engine asleep
-            return await self.held_out.accuracy(self.engine, limit, blind=blind)
+            async with begun(self.play) as environments:
+                return await self.held_out.accuracy(self.engine, limit, blind=blind, environments=environments)
 
         return run_async(measure())
 
@@ -264,6 +279,8 @@ class FluxTrainer:
     def close(self) -> None:
         """Ends all threads, and waits for checkpoints under way."""
         self.state.prompts.close()
+        if self.play is not None:
+            self.play.close()
         self.rewards.close()
         self.pool.close()
         self.parts.close()
@@ -289,11 +306,12 @@ class FluxTrainer:
         with self.display, contextlib.closing(self.metrics):
             self.pool.start(self.display.note)
             self.pixels.begin()
-            if self.state.loaded is None:
-                await self._warm_start()
-            finish = await self._reinforce()
-            if finish.complete:
-                await self._last_measurements()
+            async with begun(self.play) as self._environments:
+                if self.state.loaded is None:
+                    await self._warm_start()
+                finish = await self._reinforce()
+                if finish.complete:
+                    await self._last_measurements()
             result = self._write_results(finish)
         self.tell(Callback.on_fit_end, result)
         return result
@@ -334,9 +352,8 @@ class FluxTrainer:
             self.gang.tell(Begin("warm_start"))
             with self.summary.stage("warm_start"):
                 sources, skipped = open_warm_start(config), self.summary.count_skip
-                steps = warm_start(
-                    config, self.learner, composer, sources, self.processor, skipped, self.pixels.proxy, self.gang
-                )
+                play, parts = self.play and self.play.demonstrated, (self.learner, composer, sources, self.processor)
+                steps = warm_start(config, *parts, skipped, self.gang, play, **self._preparing)
                 async for step, metrics in steps:
                     self.gang.stepped(self.learner.idle)
                     self.metrics.log("warm_start", step, metrics)
@@ -380,6 +397,7 @@ class FluxTrainer:
             timeline=self.timeline,
             tick=0.1 if config.speculative_sync else 0.0,
             set_parallelism=self.pool.set_parallelism,
+            environments=self._environments,
             colocated=engines_sleep(config, self.gang.alone, self._own_policy),
         )
         if self._stopping:
@@ -391,7 +409,8 @@ class FluxTrainer:
         source are answered."""
         samples = self.config.evaluation.samples
         with self.summary.stage("eval"):
-            return await self.held_out.accuracy(self.engine, samples if full else min(samples, _DURING))
+            limit = samples if full else min(samples, _DURING)
+            return await self.held_out.accuracy(self.engine, limit, environments=self._environments)
 
     async def _last_measurements(self) -> None:
         with self.summary.stage("eval"):
@@ -399,7 +418,9 @@ class FluxTrainer:
             self.summary.chance = self.held_out.chance(limit)
             if self.vision is not None:
                 with contextlib.suppress(EvaluationGivenUp):
-                    self.summary.blind = await self.held_out.accuracy(self.engine, limit, blind=True)
+                    self.summary.blind = await self.held_out.accuracy(
+                        self.engine, limit, blind=True, environments=self._environments
+                    )
 
     def _write_results(self, finish: Finish) -> TrainingResult:
         config, summary, checkpoints = self.config, self.summary, self.parts.checkpoints

@@ -12,12 +12,6 @@ from ..base.types import ENVIRONMENT, Group, PreparedPrompt, Prompt, Response
 from ..coordinator.messages import ABORTED, STOPPED, Request, Turn, request_id
 
 
-def request_seed(seed: int, draw: int) -> int:
-    """Returns the seed of the requests of a draw, which fits an int32 and differs for all draws of a run. `seed` is
-    `config.seed`."""
-    return (seed * 0x9E3779B1 + draw) % 2**31
-
-
 def at_temperature(sampling: SamplingParams, temperature: float | None) -> SamplingParams:
     """Returns the sampling with this temperature, if there is one."""
     return sampling if temperature is None else dataclasses.replace(sampling, temperature=temperature)

@@ -91,6 +91,7 @@ class EnginePool:
             max_sequence_tokens=rollout.max_sequence_tokens,
             steps_per_sync=rollout.steps_per_sync,
             kv_tokens=rollout.kv_tokens,
+            kept_states=rollout.slots if self._config.data.has_environments else 0,  # one for each waiting episode
             kv_fraction=KV_FRACTION / engines_a_device(self.devices),
             compute_dtype=self._config.model.compute_dtype.value,
             devices=devices,

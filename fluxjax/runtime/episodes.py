@@ -3,23 +3,28 @@
 An episode begins when its first turn has ended. Environments of one prompt all begin with the same seed, so that a
 group's episodes differ only in what the model says. The answer to a turn is kept until the next turn: a response that
 is parked at the end of a turn, and goes on later, gets the same answer. If the environment of a response is gone, as
-after a resume, an environment is begun anew and hears the recorded turns. It must answer them as before.
+after a resume or while the response is parked, an environment is begun anew and hears the recorded turns. It must
+answer them as before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from models.inputs import ModelInput, joined
 from models.processing.conversation import ObservationProcessor
 from models.processing.media_file import MediaError, PromptError
 
+from ..base.errors import ConfigError
+from ..base.scored import request_seed
 from ..base.types import ENVIRONMENT, PreparedPrompt, Prompt, Response
+from ..batch.composer import given_response
 from ..coordinator.messages import LENGTH
 from ..environments import EnvironmentFailure, EnvironmentPool, Fault, LiveEpisode, Observed
-from .conversations import inputs_of, request_seed
+from .conversations import inputs_of
 
 Turns = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]  # token ids of each turn, and of the observation behind it
 LayOut = Callable[[Sequence[int], Prompt], ModelInput]  # (ids with a placeholder a medium, media) -> inputs from 0 on
@@ -45,34 +50,35 @@ class _Seat:
     heard: tuple[int, ...] = ()
     answer: Observed | None = None
     ended: bool = False  # nobody waits for further answers
+    parked: bool = False  # the response waits for other weights, and holds no environment meanwhile
 
 
 @dataclasses.dataclass(eq=False)
 class Episodes:
     """Answers the turns of responses. `lay_out` prepares the tokens and media of an observation. A response has at most
-    `max_new_tokens` tokens: an episode whose next observation would leave no room for a turn ends. `seed` is the run's.
-    """
+    `max_new_tokens` tokens, and as many turns as the pool's limits say: an episode whose next observation would leave
+    no room for a turn ends. `seed` is the run's."""
 
     pool: EnvironmentPool
     observations: ObservationProcessor
     lay_out: LayOut
     max_new_tokens: int
     seed: int = 0
-    arguments: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)  # by environment
+    arguments: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)  # by source
     _seats: dict[tuple[int, int], _Seat] = dataclasses.field(default_factory=dict, init=False)  # by draw and sample
 
     async def act(self, prepared: PreparedPrompt, response: Response) -> AnsweredTurn:
         """Answers the last turn of a response. Raises EnvironmentFailure: also if an environment that was begun anew
         answers the recorded turns in another way."""
-        inputs = inputs_of(prepared, response, self.merge_unit)
-        observed, turn_ids = await self._answer(prepared.prompt, response), turns_of(response)[-1][0]
+        inputs, turns = inputs_of(prepared, response, self.merge_unit), turns_of(response)
+        observed = await self._answer(prepared.prompt, response)
         rewards = (*response.rewards, observed.reward)
         if observed.done:
             await self.end(response.draw, response.sample)
             return AnsweredTurn(dataclasses.replace(response, rewards=rewards), inputs, True)
-        observation = await self._tokenised(observed, prepared.prompt, turn_ids, inputs.next_position)
+        observation = await self._tokenised(observed, prepared.prompt, turns[-1][0], inputs.next_position)
         count = len(observation)
-        if response.num_tokens + count >= self.max_new_tokens:
+        if len(turns) == self.pool.limits.turns or response.num_tokens + count >= self.max_new_tokens:
             await self.end(response.draw, response.sample)
             return AnsweredTurn(dataclasses.replace(response, rewards=rewards, finish=LENGTH), inputs, True)
         longer = dataclasses.replace(
@@ -94,37 +100,100 @@ class Episodes:
             if seat.episode is not None:
                 await (seat.episode.kill() if seat.busy.locked() else seat.episode.end())
 
+    async def park(self, draw: int, sample: int | None = None) -> None:
+        """Ends the environments of parked responses, which others may wait for. An answer under way is kept."""
+        for seat in [seat for key, seat in self._seats.items() if key[0] == draw and sample in (None, key[1])]:
+            seat.parked = True
+            if not seat.busy.locked():
+                await self._leave(seat)
+
+    async def demonstrated(self, prepared: PreparedPrompt) -> tuple[PreparedPrompt, Response]:
+        """Plays an episode in which `Environment.demonstrate` says what the model says. Returns the prompt with the
+        response's inputs, and the response. Raises EnvironmentFailure; ConfigError without demonstrations."""
+        prompt, processor = prepared.prompt, self.observations.processor
+        response = given_response(prompt.draw, [])
+        try:
+            while True:
+                ids = [*processor.encode(await self._demonstration(prompt, response)), processor.eos_ids[0]]
+                said = given_response(prompt.draw, ids)
+                response = dataclasses.replace(
+                    response,
+                    token_ids=response.token_ids + said.token_ids,
+                    logprobs=response.logprobs + said.logprobs,
+                    versions=response.versions + said.versions,
+                )
+                if response.num_tokens > self.max_new_tokens:
+                    raise EnvironmentFailure(Fault.TOO_LARGE, f"a demonstration has over {self.max_new_tokens} tokens")
+                answer = await self.act(prepared, response)
+                response, prepared = answer.response, dataclasses.replace(prepared, responses={0: answer.inputs})
+                if answer.done:
+                    return prepared, response
+        except PromptError as error:
+            raise EnvironmentFailure(Fault.INVALID, f"a demonstration can't be written: {error}") from None
+        finally:
+            await self.end(prompt.draw)
+
     @property
     def merge_unit(self) -> int:
         """The number of patches that become one feature."""
         return self.observations.processor.layout.spatial_merge_size**2
 
+    @property
+    def at_once(self) -> int:
+        return self.pool.limits.concurrency
+
     async def _answer(self, prompt: Prompt, response: Response) -> Observed:
         """Returns the answer to the response's last turn, which the environment hears once."""
-        key, turns = (response.draw, response.sample), turns_of(response)
-        seat = self._seats.setdefault(key, _Seat())
-        async with seat.busy:  # a response that is parked and goes on may ask while its turn is being answered
+        turns = turns_of(response)
+        async with self._seat(prompt, response) as seat:
+            seat.parked = False
             if seat.answer is not None and seat.heard == response.token_ids:
                 return seat.answer
+            if not _is_next(seat, response, turns):
+                await self._leave(seat)
+                seat.episode = await self._begun(prompt, turns[:-1], seat)
+            assert seat.episode is not None
+            seat.answer = await seat.episode.act(self._text(turns[-1][0]))
+            seat.heard = response.token_ids
+            if seat.parked:
+                await self._leave(seat)
+            return seat.answer
+
+    async def _demonstration(self, prompt: Prompt, response: Response) -> str:
+        async with self._seat(prompt, response) as seat:
+            seat.episode = seat.episode or await self._begun(prompt, [], seat)
+            return await seat.episode.demonstrate()
+
+    @contextlib.asynccontextmanager
+    async def _seat(self, prompt: Prompt, response: Response) -> AsyncIterator[_Seat]:
+        """Holds the seat of a response, which is lost if its environment fails. A response that is parked and goes on
+        may ask while its turn is being answered."""
+        key = response.draw, response.sample
+        seat = self._seats.setdefault(key, _Seat())
+        async with seat.busy:
             try:
-                if not _is_next(seat, response, turns):
-                    if seat.episode is not None:
-                        await seat.episode.end()
-                    seat.episode = None
-                    seat.episode = await self._begun(prompt, turns[:-1], seat)
-                assert seat.episode is not None
-                seat.answer = await seat.episode.act(self._text(turns[-1][0]))
+                yield seat
             except EnvironmentFailure:
                 if self._seats.get(key) is seat:
                     del self._seats[key]
                 raise
-            seat.heard = response.token_ids
-            return seat.answer
+            except ConfigError as error:
+                raise ConfigError(f"data.sources.{prompt.source}: {error}") from None
+
+    @staticmethod
+    async def _leave(seat: _Seat) -> None:
+        episode, seat.episode = seat.episode, None
+        if episode is not None:
+            await episode.end()
 
     async def _begun(self, prompt: Prompt, turns: Turns, seat: _Seat) -> LiveEpisode:
         """Begins an environment and lets it hear recorded turns, each with the observation that followed."""
-        arguments, seed = self.arguments.get(prompt.environment, {}), request_seed(self.seed, prompt.draw)
-        episode = await self.pool.start(prompt.environment, prompt, seed, arguments)
+        arguments, seed = self.arguments.get(prompt.source, {}), request_seed(self.seed, prompt.draw)
+        episode = await self.pool.start(prompt.environment, prompt.record, seed, arguments)
+        seen = prompt.record.opened(episode.observation.text, episode.observation.media)
+        if (seen.text, seen.media) != (prompt.text, prompt.media) or episode.observation.done:
+            await episode.end()
+            raise EnvironmentFailure(Fault.INVALID, f"{prompt.environment}: begins in another way than before")
         for number, (said, seen) in enumerate(turns, 1):
             answer = await episode.act(self._text(said))
             again = await self._tokenised(answer, prompt, said, 0)

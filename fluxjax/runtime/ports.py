@@ -51,12 +51,21 @@ class Environments(Protocol):
         """The number of patches that become one feature."""
         ...
 
+    @property
+    def at_once(self) -> int:
+        """The number of environments that may live at the same time."""
+        ...
+
     async def act(self, prepared: PreparedPrompt, response: Response) -> AnsweredTurn:
         """Answers the last turn of a response. Raises EnvironmentFailure."""
         ...
 
     async def end(self, draw: int, sample: int | None = None) -> None:
         """Ends the environments of a prompt, or of one of its samples."""
+        ...
+
+    async def park(self, draw: int, sample: int | None = None) -> None:
+        """Ends these environments, too, but keeps answers, since the responses go on later."""
         ...
 
 

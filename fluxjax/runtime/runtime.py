@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from rollout.engine import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 
 from ..base.event_loop import first_of, not_silently_cancelled, on_all
+from ..base.scored import request_seed
 from ..base.timeline import Span, Timeline, compilations
 from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward
 from ..coordinator import Coordinator, CoordinatorError, messages
@@ -27,7 +28,6 @@ from .conversations import (
     ended_before,
     longer,
     only_begun,
-    request_seed,
     session_of,
     to_train,
     turn_request,
@@ -303,8 +303,9 @@ class Runtime:
     async def _abort(self, order: messages.Abort | messages.Park) -> None:
         rid = order.rid if isinstance(order, messages.Abort) else order.request
         request, _, sample = rid.partition("/")
-        if self.environments is not None and not (isinstance(order, messages.Park) and order.keep):
-            self._spawn(self.environments.end, int(request.partition(".")[0]), int(sample) if sample else None)
+        if (environments := self.environments) is not None:
+            leave = environments.park if isinstance(order, messages.Park) and order.keep else environments.end
+            self._spawn(leave, int(request.partition(".")[0]), int(sample) if sample else None)
         async with self._submitting:  # the request may not be queued yet
             streams, turns = [(id, engine) for id, (engine, _) in self._streams.items()], turns_prefix(rid)
         for id, engine in streams:
@@ -334,16 +335,16 @@ class Runtime:
         self._post(messages.Lent(order.engines))
 
     async def _rest(self, numbers: Sequence[int]) -> None:
-        """Puts engines to sleep as soon as their requests have ended."""
+        """Puts engines to sleep as soon as their requests, and the episodes between two turns, have ended."""
         engines = [self.engines[number] for number in numbers if number not in self._asleep]
 
         async def ended() -> None:
             while True:  # a request may be repeated after a failure during this wait
                 async with self._submitting:  # all requests for these engines are in `_streams` then
                     streams = [task for engine, task in self._streams.values() if engine in engines]
-                if not streams:
+                if not streams and not self.coordinator.ledger.between_turns(numbers):
                     return
-                await asyncio.wait(streams)
+                await (asyncio.wait(streams) if streams else asyncio.sleep(0.01))
 
         async def sleep(engine: Engine) -> None:
             while True:

@@ -1,0 +1,107 @@
+"""The environments of a run: they open prompts, answer the turns of episodes, and demonstrate turns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from models.inputs import ModelInput
+from models.processing import Processor, PromptError
+from models.processing.conversation import ObservationProcessor
+
+from ..base.types import PreparedPrompt, Prompt, Response
+from ..config import Config, ConfigError
+from ..environments import EnvironmentFailure, EnvironmentPool
+from ..environments.opening import Openings
+from ..runtime.episodes import Episodes
+
+if TYPE_CHECKING:
+    from ..data.shadows import ProxyMedia
+
+_ROLES = ("user", "tool")  # templates that strip earlier thinking behind a user's message keep it behind a tool's
+
+
+@dataclasses.dataclass(eq=False)
+class Play:
+    """What a run with environments needs of them. Media of observations become files in `folder` (None: a temporary
+    folder). `note(environment, text)` is called for each failure. Raises ConfigError if the chat template can't show
+    observations."""
+
+    config: Config
+    processor: Processor
+    proxy: ProxyMedia | None
+    folder: pathlib.Path | None
+    note: Callable[[str, str], None]
+    episodes: Episodes | None = dataclasses.field(default=None, init=False)  # while the block of `begun` runs
+
+    def __post_init__(self) -> None:
+        if self.folder is None:
+            self._temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self._folder = self.folder or pathlib.Path(self._temporary.name)
+        self._observations = observations_of(self.config, self.processor)
+        self.opened = Openings(self.config.data, self._folder, self.processor, self.config.seed, self.note)
+
+    @contextlib.asynccontextmanager
+    async def begun(self) -> AsyncIterator[Episodes]:
+        """Offers episodes, in the present event loop, until the block ends."""
+        data, rollout = self.config.data, self.config.rollout
+        pool = EnvironmentPool(self._folder, data.environments, note=self.note)
+        arguments = {name: source.environment_arguments for name, source in data.sources.items()}
+        most, seed = rollout.max_new_tokens, self.config.seed
+        self.episodes = Episodes(pool, self._observations, self._lay_out, most, seed, arguments)
+        try:
+            yield self.episodes
+        finally:
+            self.episodes = None
+            await pool.close()
+
+    def metrics(self) -> dict[str, float]:
+        return {} if self.episodes is None else self.episodes.pool.metrics()
+
+    async def demonstrated(self, prepared: PreparedPrompt) -> tuple[PreparedPrompt, Response] | str:
+        """Returns an episode whose turns its environment demonstrates, or why there is none. Raises ConfigError if the
+        environment can't demonstrate turns."""
+        assert self.episodes is not None
+        try:
+            return await self.episodes.demonstrated(prepared)
+        except EnvironmentFailure as failure:
+            return f"{prepared.prompt.environment} failed ({failure.fault.value})"
+
+    def _lay_out(self, ids: Sequence[int], prompt: Prompt) -> ModelInput:
+        if self.proxy is None:
+            return self.processor.prepare_ids(ids)
+        return self.proxy.inputs(self.processor, ids, prompt).laid_out()
+
+    def close(self) -> None:
+        self.opened.close()
+
+
+@contextlib.asynccontextmanager
+async def begun(play: Play | None) -> AsyncIterator[Episodes | None]:
+    """Offers the episodes of a run that has any."""
+    if play is None:
+        yield None
+    else:
+        async with play.begun() as episodes:
+            yield episodes
+
+
+def observations_of(config: Config, processor: Processor) -> ObservationProcessor:
+    """Returns the way in which observations follow turns. Raises ConfigError if the chat template has none."""
+    if not config.data.chat_template:
+        return ObservationProcessor(processor)
+    reasons = []
+    for role in _ROLES:
+        try:
+            found = ObservationProcessor.of(processor, role)
+        except PromptError as error:
+            reasons.append(f"by the role {role}: {error}")
+        else:
+            if found.prefix_stable:
+                return found
+            reasons.append(f"by the role {role}: {found.instability}")
+    raise ConfigError("data.chat_template: observations of environments can't be shown; " + "; ".join(reasons))

@@ -1,0 +1,39 @@
+"""An environment for runs of tests: the model says the next letter of the alphabet, and the environment the one after
+it, with a picture of their number if the prompt asks for pictures."""
+
+import numpy as np
+
+from fluxjax.environments import Observation
+from fluxjax.rewards import Prompt
+
+LETTERS = "abcdefgh"
+
+
+class Counting:
+    def __init__(self, turns: int = 3, skill: float = 1.0, pictures: bool = False, trouble: str = "") -> None:
+        self.turns, self.skill, self.pictures, self.trouble = turns, skill, pictures, trouble
+
+    def reset(self, prompt: Prompt, seed: int) -> Observation:
+        self.chance, self.said = np.random.default_rng(seed), 0
+        self.at = int(self.chance.integers(len(LETTERS)))
+        return Observation(LETTERS[self.at], self._pictures())
+
+    def step(self, text: str) -> Observation:
+        if self.trouble and text == self.trouble:
+            raise RuntimeError(f"does not like {text}")
+        self.said += 1
+        right = text == self._next()
+        self.at = (self.at + 2) % len(LETTERS)
+        reward = float(right) / self.turns if self.said < self.turns or not right else 1.0
+        if self.said == self.turns or not right:
+            return Observation(reward=reward if right else -1.0, done=True)
+        return Observation(LETTERS[self.at], self._pictures(), reward=reward)
+
+    def demonstrate(self) -> str:
+        return self._next() if self.chance.random() < self.skill else "h"
+
+    def _next(self) -> str:
+        return LETTERS[(self.at + 1) % len(LETTERS)]
+
+    def _pictures(self) -> list[np.ndarray]:
+        return [np.full((28, 28 * (1 + self.at % 2), 3), 20 * self.at, np.uint8)] if self.pictures else []
