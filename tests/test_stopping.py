@@ -25,7 +25,7 @@ from fluxjax.run import main
 from fluxjax.run.held_out import HeldOut
 from fluxjax.runtime.ports import EvaluationGivenUp
 from models.inputs import ModelInput
-from rollout.engine import SamplingParams
+from rollout.engine import FinishReason, SamplingParams, TokenChunk
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ class Silent:
         try:
             if request.seed:
                 await asyncio.Event().wait()
-            yield types.SimpleNamespace(token_ids=[1])
+            yield TokenChunk(request.rid, 0, (1,), (-0.5,), (0,), FinishReason.STOP)
         finally:
             self.closed += 1
 
@@ -106,7 +106,7 @@ def test_an_evaluation_says_how_far_it_is_and_is_given_up_for_a_stop():
     inputs = ModelInput(one, np.zeros((3, 1), np.int32), one - 1, 1)
     prepared = [PreparedPrompt(Prompt(str(k), "s", "?", "a"), inputs) for k in range(3)]
 
-    async def score(prompt: Prompt, text: str) -> Reward:
+    async def score(prompt: Prompt, text: str, rewards: tuple[float, ...]) -> Reward:
         return Reward(1.0, True)
 
     held_out = HeldOut(

@@ -85,10 +85,10 @@ class HeldOut:
                     else:
                         going[i] = answer.response
                         prepared[i] = dataclasses.replace(prepared[i], responses={0: answer.inputs})
-        for one in asked:
-            if one.prompt.environment and environments is not None:
-                await environments.end(one.prompt.draw)
-                await engine.end_session(session_of(one.prompt))
+        for prompt in [p.prompt for p in asked if p.prompt.environment]:
+            assert environments is not None
+            await environments.end(prompt.draw)
+            await engine.end_session(session_of(prompt))
         return [answers[i] for i in range(len(asked))]
 
     async def _all(self, what: str, jobs: Sequence[asyncio.Future[Any]]) -> list[Any]:

@@ -27,7 +27,7 @@ _ROLES = ("user", "tool")  # templates that strip earlier thinking behind a user
 
 @dataclasses.dataclass(eq=False)
 class Play:
-    """What a run with environments needs of them. Media of observations become files in `folder` (None: a temporary
+    """The way of a run to its environments. Media of observations become files in `folder` (None: a temporary
     folder). `note(environment, text)` is called for each failure. Raises ConfigError if the chat template can't show
     observations."""
 

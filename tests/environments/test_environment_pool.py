@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import pathlib
 import signal
@@ -38,7 +39,7 @@ class NotedPool(EnvironmentPool):
 
 @contextlib.asynccontextmanager
 async def opened(folder: pathlib.Path, **bounds):
-    pool = NotedPool(folder, EnvironmentLimits(**{**vars(SMALL), **bounds}))
+    pool = NotedPool(folder, dataclasses.replace(SMALL, **bounds))
     try:
         yield pool
     finally:
@@ -303,7 +304,7 @@ async def test_an_environment_that_is_not_there_is_said(environment, arguments, 
 
 def test_limits_are_checked(tmp_path):
     with pytest.raises(ConfigError, match=r"environment limits: concurrency is 0; it must"):
-        EnvironmentLimits(concurrency=0)
+        EnvironmentPool(tmp_path / "media", EnvironmentLimits(concurrency=0))
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="the folder for media of observations can't be made"):
         EnvironmentPool(tmp_path / "file" / "media")

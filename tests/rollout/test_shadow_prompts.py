@@ -225,7 +225,7 @@ def test_24_who_is_asked_blind_needs_no_pixels():
     def answers(prompt):
         texts = []
 
-        async def score(_, text):
+        async def score(_, text, rewards):
             texts.append(text)
             return Reward(0.0, False)
 
