@@ -36,6 +36,11 @@ class Observation:
     fps: float = 2.0
 
 
+def spoken(turn: str) -> str:
+    """Returns the text of a turn behind its reasoning, if it has any."""
+    return turn.split("</think>", 1)[-1]
+
+
 class Environment(Protocol):
     """Plays an episode. Methods may be `async`. An environment may also have `close()`, and both `snapshot() -> bytes`,
     which returns the state of its episode, and `restore(snapshot)`, which sets this state after a `reset` with the same
