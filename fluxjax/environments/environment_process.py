@@ -20,7 +20,9 @@ from ..base.import_path import imported
 from .observation import EnvironmentFailure, EnvironmentLimits, Fault, Observation
 from .observed_media import stored
 
-ENVIRONMENTS: Mapping[str, Any] = ByName(__name__, {"gymnasium": "gymnasium_game:Gymnasium"})
+ENVIRONMENTS: Mapping[str, Any] = ByName(
+    __name__, {"gymnasium": "gymnasium_game:Gymnasium", "tools": "tools:ToolEnvironment"}
+)
 
 
 def playing_function(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
