@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -33,6 +34,16 @@ class Observation:
     done: bool = False
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fps: float = 2.0
+
+
+def spoken(turn: str) -> str:
+    """Returns the text of a turn behind its reasoning, if it has any."""
+    return turn.split("</think>", 1)[-1]
+
+
+def as_json(value: Any) -> str:
+    """Returns a value as JSON: arrays and numbers of NumPy as lists and numbers, all else that JSON lacks as text."""
+    return json.dumps(value, default=lambda part: getattr(part, "tolist", part.__str__)(), ensure_ascii=False)
 
 
 class Environment(Protocol):

@@ -146,7 +146,7 @@ class CodeReward(BuiltIn):
             job = self._job("candidate", "run_program", "solution.py", code, limits, given.encode(errors="replace"))
             outcome = await self._sandbox.run(job)
             self._count(outcome)
-            failure = _ended(outcome, limits)
+            failure = ended(outcome, limits)
             if not failure and _lines(outcome.stdout.decode(errors="replace")) != _lines(expected):
                 failure = "another output than expected"
             results.append(_Result(case, outcome.seconds, failure and f"input {number}: {failure}"))
@@ -193,7 +193,7 @@ def _timed_out(outcome: Outcome) -> bool:
     return outcome.reason == "time" or outcome.signal == signal.SIGXCPU
 
 
-def _ended(outcome: Outcome, limits: SandboxLimits) -> str:
+def ended(outcome: Outcome, limits: SandboxLimits) -> str:
     """Says why a job failed; an empty text if it ended well."""
     if _timed_out(outcome):
         return f"timed out after {limits.seconds:g} s"
@@ -208,7 +208,7 @@ def _ended(outcome: Outcome, limits: SandboxLimits) -> str:
 def _verdict(outcome: Outcome, partner: Outcome, limits: SandboxLimits) -> str:
     """Returns the failure that the tests report, and the failure of the code's process if there is one. Returns an
     empty text if all tests passed. Raises `DataError` for unusable tests."""
-    if failure := _ended(outcome, limits):
+    if failure := ended(outcome, limits):
         return failure
     try:
         verdict = json.loads(outcome.stderr.splitlines()[-1])
@@ -219,7 +219,7 @@ def _verdict(outcome: Outcome, partner: Outcome, limits: SandboxLimits) -> str:
         raise DataError(f"a coding task can't be used: {reason}")
     if passed:
         return ""
-    its_end = "" if partner.reason == "partner" else _ended(partner, limits)
+    its_end = "" if partner.reason == "partner" else ended(partner, limits)
     return f"{reason} ({its_end})" if its_end else reason or "failed"
 
 
