@@ -158,7 +158,11 @@ class LiveEpisode:
 
     async def snapshot(self) -> bytes | None:
         """Returns the state of the episode, or None if the environment has no snapshots. Raises what `act` raises."""
-        return (await self._ask("snapshot"))[0] if {"snapshot", "restore"} <= {*self._offers} else None
+        return (await self._ask("snapshot"))[0] if self.has_snapshots else None
+
+    @property
+    def has_snapshots(self) -> bool:
+        return {"snapshot", "restore"} <= {*self._offers}
 
     async def demonstrate(self) -> str:
         """Returns a good next turn. Raises what `act` raises; `ConfigError` if the environment can't tell one."""
@@ -170,7 +174,7 @@ class LiveEpisode:
     async def restore(self, snapshot: bytes) -> None:
         """Sets the state that an episode of the same environment, prompt and seed had at its `snapshot`. `observation`
         does not change. Raises what `act` raises."""
-        if "restore" not in self._offers:
+        if not self.has_snapshots:
             raise ConfigError(f"environment {self._name!r} has no snapshot() and restore()")
         await self._ask("restore", snapshot)
 
