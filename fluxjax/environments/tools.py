@@ -56,7 +56,7 @@ class ToolEnvironment:
         self._servers = contextlib.ExitStack()
 
     def reset(self, prompt: Prompt, seed: int) -> Observation:
-        self._turns, found = 0, [tool for entry in self.tools for tool in self._found(entry)]
+        self._prompt, self._turns, found = prompt, 0, [tool for entry in self.tools for tool in self._found(entry)]
         self._images: list[Any] = [medium for medium in prompt.media if medium.kind is MediaKind.IMAGE]
         self._tools = {tool.described["name"]: tool for tool in found}
         if len(self._tools) < len(found):
@@ -81,6 +81,16 @@ class ToolEnvironment:
             lines.append(f"error: only {self.calls} calls of a turn are answered")
         self._images += images
         return Observation("\n".join(lines), images, info=info)
+
+    def demonstrate(self) -> str:
+        """Returns a call of the first tool, with the arguments that the prompt's id has as JSON behind `#`; later the
+        prompt's answer. Raises `ConfigError` for another id."""
+        if self._turns:
+            return self._prompt.answer
+        arguments = self._prompt.id.partition("#")[2]
+        if not arguments:
+            raise ConfigError(f"environment tools: the id {self._prompt.id!r} demonstrates no call: `#` and arguments")
+        return f'<tool_call>{{"name": "{next(iter(self._tools))}", "arguments": {arguments}}}</tool_call>'
 
     def close(self) -> None:
         self._servers.close()

@@ -8,6 +8,7 @@ import itertools
 import logging
 import pathlib
 import shutil
+import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -178,7 +179,7 @@ def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decod
         vision = tiny_vision(config.model)
         times = ["seconds"] if vision and vision.timed else []
         processor = build_processor(
-            itertools.chain(all_texts(sources.values()), ["\n"] * config.data.has_environments),  # as `Prompt.opened`
+            itertools.chain(all_texts(sources.values()), [string.printable] * config.data.has_environments),
             words=[*common_words(sources.values()), *times],
             layout=PatchLayout.of(vision) if vision else None,
             num_frames=data.video_frames,

@@ -3,6 +3,9 @@
     digits   PNG strips of handwritten digits to transcribe     1 to 12 digits
     pans     h264 clips panned over photographs                 left, right, up, down
     reverse  strings to write backwards                         text only
+    lakes    maps of FrozenLake to walk over                    up to 4 x 4 fields
+    tags     photographs with a digit on a small tag (JPEG)     to be enlarged by a tool
+    sums     arithmetic                                         by a calculator
 
 Each data set has a folder whose name contains a hash of its recipe: another recipe has another folder, and an existing
 folder is never rebuilt. A folder is built completely or not at all: files are written to a temporary folder that is
@@ -38,10 +41,17 @@ from ..base.process import cache_folder
 from ..config.run_folder import lock_file
 
 Record: TypeAlias = Mapping[str, object]
-Recipe: TypeAlias = Any  # a `StringsRecipe`, `DigitsRecipe` or `PansRecipe`
+Recipe: TypeAlias = Any  # a dataclass with `enlarged` and `build`, such as `StringsRecipe`
 RECIPES: Mapping[str, Recipe] = ByName(
     __name__,
-    {"digits": "digits:DigitsRecipe", "pans": "pans:PansRecipe", "reverse": "embedded:StringsRecipe"},
+    {
+        "digits": "digits:DigitsRecipe",
+        "pans": "pans:PansRecipe",
+        "reverse": "embedded:StringsRecipe",
+        "lakes": "agents:LakesRecipe",
+        "tags": "agents:TagsRecipe",
+        "sums": "agents:SumsRecipe",
+    },
     lambda recipe, name: recipe(),
 )
 

@@ -1,0 +1,75 @@
+"""A tiny vision-language model learns to act in environments by reinforcement learning: episodes of several turns.
+
+    pip install -e '.[environments]'
+    python -m fluxjax.train --config=configs/agent.py              (all three)
+    python -m fluxjax.train --config=configs/agent.py:frozenlake   (walks over lakes that it has not seen, by pictures)
+    python -m fluxjax.train --config=configs/agent.py:zoom         (reads a digit that only an enlarged part shows)
+    python -m fluxjax.train --config=configs/agent.py:tools        (computes by a calculator)
+    python -m fluxjax.train --config=configs/agent.py:debug        (the whole loop in a few minutes)
+    python -m fluxjax.train --config=configs/agent.py:no_tool      (the digits without the tool, for comparison)
+
+Nothing is downloaded: photographs and digits are in scikit-image and scikit-learn, and Gymnasium draws the lakes.
+"""
+
+from fluxjax.config import Config, ConfigError, LossAggregation, Schedule, SourceConfig
+
+LAKES = SourceConfig(
+    environment="gymnasium",
+    environment_arguments={
+        "id": "FrozenLake-v1",
+        "arguments": {"is_slippery": False},
+        "pixels": 64,
+        "max_turns": 8,
+        "demonstration": "fluxjax.tasks.agents:way",
+    },
+    reward="environment",
+)
+TAGS = SourceConfig(environment="tools", environment_arguments={"tools": ["zoom"], "max_turns": 4}, reward="exact")
+SUMS = SourceConfig(
+    environment="tools", environment_arguments={"tools": ["calculator"], "max_turns": 4}, reward="exact"
+)
+VARIANTS = {
+    "": {"lakes": LAKES, "tags": TAGS, "sums": SUMS},
+    "frozenlake": {"lakes": LAKES},
+    "zoom": {"tags": TAGS},
+    "tools": {"sums": SUMS},
+    "debug": {"lakes": LAKES, "tags": TAGS, "sums": SUMS},
+    "no_tool": {"tags": SourceConfig(reward="exact")},
+}
+
+
+def get_config(variant: str = "") -> Config:
+    if variant not in VARIANTS:
+        raise ConfigError(f"configs/agent.py has the variants {', '.join(map(repr, VARIANTS))}, not {variant!r}")
+    config = Config(name=f"agent-{variant}" if variant else "agent")
+    config.data.sources = dict(VARIANTS[variant])
+    config.data.max_pixels = 64 * 64
+    config.data.environments.concurrency = 32
+    config.data.environments.memory_gib = 1.0
+    config.steps = 200
+    config.warm_start.steps = 100
+    config.warm_start.batch_size = 32
+    config.rollout.prompts_per_step = 16
+    config.rollout.group_size = 8
+    config.rollout.max_new_tokens = 176
+    config.rollout.max_sequence_tokens = 272
+    config.rollout.slots = 128
+    config.packing.tokens_per_row = 512
+    config.packing.rows_per_device = 4
+    config.packing.patches_per_device = 2048
+    config.algorithm.loss_aggregation = LossAggregation.SEQUENCE_MEAN
+    config.algorithm.entropy_coefficient = 0.01
+    config.optim.schedule = Schedule.LINEAR
+    config.optim.betas = (0.9, 0.95)
+    config.optim.warmup_steps = 10
+    config.evaluation.samples = 200
+    config.evaluation.every = 50
+    config.model.tiny["rope_theta"] = 100.0
+    if variant == "debug":
+        config.model.tiny["num_layers"] = 1  # most of a short run is compiling
+        config.steps = 3
+        config.warm_start.steps = 10
+        config.rollout.prompts_per_step = 6
+        config.evaluation.samples = 12
+        config.report.dump_samples_every = 1
+    return config
