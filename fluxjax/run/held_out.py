@@ -74,21 +74,15 @@ class HeldOut:
             await engine.resume()
             said = dict(zip(going, await self._all("evaluating", jobs), strict=True))
             acting = {i: r for i, r in said.items() if prepared[i].prompt.environment and r.finish == STOPPED}
-            answers |= {i: response for i, response in said.items() if i not in acting}
-            going = {}
-            if acting:
-                assert environments is not None
-                acts = [asyncio.ensure_future(_act(environments, prepared[i], r)) for i, r in acting.items()]
-                for i, answer in zip(acting, await self._all("playing", acts), strict=True):
-                    if answer is None or answer.done:
-                        answers[i] = answer and answer.response
-                    else:
-                        going[i] = answer.response
-                        prepared[i] = dataclasses.replace(prepared[i], responses={0: answer.inputs})
-        for prompt in [p.prompt for p in asked if p.prompt.environment]:
-            assert environments is not None
-            await environments.end(prompt.draw)
-            await engine.end_session(session_of(prompt))
+            acts = [asyncio.ensure_future(_act(environments, prepared[i], r)) for i, r in acting.items()]
+            heard = dict(zip(acting, await self._all("playing", acts), strict=True)) if acting else {}
+            going = {i: answer.response for i, answer in heard.items() if answer is not None and not answer.done}
+            for i in said.keys() - going.keys():
+                answers[i] = said[i] if i not in heard else None if heard[i] is None else heard[i].response
+                if environments is not None and prepared[i].prompt.environment:
+                    await environments.end(prepared[i].prompt.draw)
+                    await engine.end_session(session_of(prepared[i].prompt))
+            prepared |= {i: dataclasses.replace(prepared[i], responses={0: heard[i].inputs}) for i in going}
         return [answers[i] for i in range(len(asked))]
 
     async def _all(self, what: str, jobs: Sequence[asyncio.Future[Any]]) -> list[Any]:
@@ -128,9 +122,10 @@ def _begin(index: int, prompt: Prompt) -> Response:
     return Response(f"held-out-{index:06d}/0", prompt.draw, 0, (), (), (), ABORTED, 0.0)
 
 
-async def _act(environments: Environments, prepared: PreparedPrompt, response: Response) -> Any:
+async def _act(environments: Environments | None, prepared: PreparedPrompt, response: Response) -> Any:
     from ..environments import EnvironmentFailure
 
+    assert environments is not None
     try:
         return await environments.act(prepared, response)
     except EnvironmentFailure:  # counted and noted where it arose
