@@ -67,27 +67,27 @@ class Gymnasium:
             raise ConfigError(f"environment gymnasium: id is {self.id!r}: {error}") from None
         space, count = self._game.action_space, len(self.actions)
         if not isinstance(space, gymnasium.spaces.Discrete) or space.n < count:
-            text = f"actions has {count} names; the action space of {self.id} must be Discrete with as many, but is"
-            raise ConfigError(f"environment gymnasium: {text} {space}")
+            text = f"the action space of {self.id} must be Discrete with as many, but is {space}"
+            raise ConfigError(f"environment gymnasium: actions has {count} names; {text}")
         self._first, self._turns = int(space.start), 0
         seen, _ = self._game.reset(seed=seed % (1 << 31))  # some environments refuse larger seeds
-        texts = seen.items() if isinstance(seen, dict) else ()
-        return self._observation(seen, "\n".join(f"{name}: {text}" for name, text in texts if isinstance(text, str)))
+        texts = [f"{k}: {v}" for k, v in seen.items() if isinstance(v, str)] if isinstance(seen, dict) else []
+        return Observation("\n".join(texts) if self.image else as_json(seen), self._images())
 
     def step(self, text: str) -> Observation:
         self._turns += 1
         found = itertools.islice(self._words.finditer(spoken(text)), self.moves)
-        seen, reward, over, names = None, 0.0, False, list[str]()
-        for action in [self._numbers[match.lastindex or 0] for match in found]:
+        said = f"No action was found. The actions are: {', '.join(map(str, self.actions))}."
+        reward, over, names = self.invalid_reward, False, list[str]()
+        for number in [self._numbers[match.lastindex or 0] for match in found]:
             if not over:
-                seen, gained, terminated, truncated, _ = self._game.step(self._first + action)
-                reward, over = reward + float(gained), bool(terminated or truncated)
-                names.append(str(self.actions[action]))
-        done, info = over or self._turns >= self.max_turns, {"actions": names}
-        if not names:
-            said = f"No action was found. The actions are: {', '.join(map(str, self.actions))}."
-            return Observation(said, reward=self.invalid_reward, done=done, info=info)
-        return dataclasses.replace(self._observation(seen, "", done), reward=reward, done=done, info=info)
+                seen, gained, terminated, truncated, _ = self._game.step(self._first + number)
+                reward, over = float(gained) + (reward if names else 0.0), bool(terminated or truncated)
+                names.append(str(self.actions[number]))
+                said = "" if self.image else as_json(seen)
+        done = over or self._turns >= self.max_turns
+        images = self._images() if names and not done else []  # nobody sees an image behind the last turn
+        return Observation(said, images, reward=reward, done=done, info={"actions": names})
 
     def demonstrate(self) -> str:
         """Returns the name of a good action. Raises `ConfigError` without a `demonstration`."""
@@ -98,8 +98,6 @@ class Gymnasium:
         if self._game is not None:
             self._game.close()
 
-    def _observation(self, seen: Any, text: str, done: bool = False) -> Observation:
-        if not self.image or done:  # nobody sees an image behind the last turn
-            return Observation(text if self.image else as_json(seen))
-        image = Image.fromarray(self._game.render())
-        return Observation(text, [image.resize((self.pixels, self.pixels)) if self.pixels else image])
+    def _images(self) -> list[Image.Image]:
+        image = Image.fromarray(self._game.render()) if self.image else None
+        return [image.resize((self.pixels, self.pixels)) if self.pixels else image] if image else []

@@ -133,7 +133,7 @@ async def test_a_demonstration_reaches_the_goal_of_every_map():
             seen = lake.step(lake.demonstrate())
         assert seen.reward == 1.0
         lake.close()
-    with pytest.raises(ConfigError, match="demonstration is empty"):
+    with pytest.raises(ConfigError, match="demonstration is '', but importing"):
         Gymnasium().demonstrate()
 
 
@@ -153,8 +153,8 @@ async def test_a_mission_is_shown_once(tmp_path):
         ({"imports": ["no_such_module"]}, "No module named 'no_such_module'; pip install"),
         ({"actions": ["a"] * 2}, r"actions is \['a', 'a'\]; it must have different names"),
         ({"actions": []}, r"actions is \[\]; it must have"),
-        ({"actions": ["a", "b", "c", "d", "e"]}, r"actions has 5 names, but .* Discrete\(4\)"),
-        ({"id": "Pendulum-v1", "arguments": {}, "image": False}, r"action space Box\(-2.0"),
+        ({"actions": ["a", "b", "c", "d", "e"]}, r"actions has 5 names; .* Discrete\(4\)"),
+        ({"id": "Pendulum-v1", "arguments": {}, "image": False}, r"actions has 4 names; .* but is Box\(-2.0"),
         ({"moves": 0}, "moves is 0; it must be greater than 0"),
     ],
 )

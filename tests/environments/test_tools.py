@@ -281,7 +281,7 @@ async def test_tools_of_an_mcp_server(tmp_path):
     assert counted.text == "1\n6" and anew == ["1\n6"]
     assert shown.text == "12 é\n<image>\n[]" and len(shown.media) == 1 and json.loads(sizes.text) == [["RGB", 6, 3]]
     lines = refused.text.split("\n")
-    assert lines[0] == "error: not today" and "error" in lines[1] and lines[-1] == "2"
+    assert "not today" in lines[0] and "error" in lines[1] and lines[-1] == "2"
     assert refused.info == {"calls": 3, "malformed": 0, "errors": 2}
 
 
