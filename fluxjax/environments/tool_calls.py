@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..base.errors import ConfigError
-from .observation import spoken
 
 _OPEN, _CLOSE = re.compile(r"<tool_call>\s*"), re.compile(r"\s*</tool_call>")
 _FUNCTION = re.compile(r"<function=([^<>\n]+)>\s*")
@@ -33,7 +32,7 @@ class ToolCall(NamedTuple):
 
 def find_calls(turn: str) -> Iterator[ToolCall]:
     """Yields the calls in a turn, behind its reasoning, in order."""
-    text, end = spoken(turn), 0
+    text, end = turn.split("</think>", 1)[-1], 0
     for opened in _OPEN.finditer(text):
         if opened.start() < end:  # within an argument
             continue

@@ -105,8 +105,8 @@ class ToolEnvironment:
         if call.wrong or call.name not in self._tools:
             info["malformed"] += 1
             return [f"error: {call.wrong or f'no tool is named {call.name}'}; the tools are {', '.join(self._tools)}"]
-        tool = self._tools[call.name]
-        known, opened = tool.described["parameters"].get("properties", {}), lambda: [*map(_opened, self._images)]
+        tool, opened = self._tools[call.name], lambda: [*map(_opened, self._images)]
+        known = tool.described["parameters"].get("properties", {})
         try:
             answer = tool.call({name: _value(v, known.get(name)) for name, v in call.arguments.items()}, opened)
             answer = await answer if inspect.isawaitable(answer) else answer

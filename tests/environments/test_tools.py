@@ -115,7 +115,7 @@ REFUSED = [
     (call("fails", how="value"), "error: no such value"),
     (call("fails", how="key"), "error: KeyError: 'x'"),
     (call("fails", how="zero"), "error: ZeroDivisionError"),
-    (call("calculator", expression="1/0"), "error: 1/0 has no value: DivisionByZero"),
+    (call("calculator", expression="1/0"), "error: 1/0 can't be computed (DivisionByZero)"),
 ]
 MALFORMED = [
     (call("subtract", a=1), "error: no tool is named subtract; the tools are add, "),
@@ -328,7 +328,7 @@ def test_the_calculator_computes(expression, value):
     ],
 )
 def test_the_calculator_refuses(expression):
-    with pytest.raises(ValueError, match=r"has no value|does not consist of numbers|has at most 300 characters"):
+    with pytest.raises(ValueError, match=r"can.t be computed|has at most 300 characters"):
         calculator(expression)
 
 
