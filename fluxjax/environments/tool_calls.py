@@ -108,7 +108,7 @@ def mcp_tools(settings: Mapping[str, Any], stack: contextlib.ExitStack) -> list[
 
     portal = stack.enter_context(start_blocking_portal())  # a client must be opened and closed by one task
     try:
-        server = mcp.Client(mcp.StdioServerParameters(**settings))
+        server = mcp.Client(mcp.stdio_client(mcp.StdioServerParameters(**settings)))
         client = stack.enter_context(portal.wrap_async_context_manager(server))
     except OSError as error:
         raise ConfigError(f"environment tools: the MCP server {dict(settings)} can't be started: {error}") from None
