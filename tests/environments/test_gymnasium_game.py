@@ -84,10 +84,13 @@ async def test_several_moves_a_turn_until_the_end(tmp_path):
         _, first, last = await played(pool, ["right, right, right", "right left down"], moves=2)
         (_, cut) = await played(pool, ["up"], max_turns=1)
         whole = (await played(pool, ["right right right down down"], moves=9))[-1]
+        pole = {"id": "CartPole-v1", "actions": ["left", "right"], "arguments": {}, "image": False}
+        summed = (await played(pool, ["left right left right"], "", moves=3, invalid_reward=-1.0, **pole))[-1]
     assert first.info == {"actions": ["right", "right"]} and not first.done
     assert last.info == {"actions": ["right"]} and last.done and last.reward == 1.0
     assert whole.info == {"actions": ["right"] * 3} and whole.reward == 1.0
     assert cut.done and cut.reward == 0.0
+    assert summed.reward == 3.0 and not summed.done
 
 
 async def test_names_that_begin_alike_and_other_alphabets(tmp_path):
