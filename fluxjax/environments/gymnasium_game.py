@@ -17,7 +17,7 @@ from ..base.errors import ConfigError
 from ..base.import_path import imported
 from ..base.scored import Prompt
 from ..config.bounds import check_fields, not_negative, positive
-from .observation import Observation, as_json, spoken
+from .observation import Observation, as_json
 
 os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame then renders without a screen
 
@@ -43,13 +43,12 @@ class Gymnasium:
 
     def __post_init__(self) -> None:
         check_fields(self, "environment gymnasium: ")
-        names = sorted(map(str, self.actions), key=len, reverse=True)  # "go up" before "go"
+        names = sorted(self.actions, key=len, reverse=True)  # "go up" before "go"
         if not names or len({name.casefold() for name in names} - {""}) < len(names):
             raise ConfigError(f"environment gymnasium: actions is {self.actions}; it must have different names")
-        self._words = re.compile(
-            rf"(?<!\w)(?:{'|'.join(f'({re.escape(name)})' for name in names)})(?!\w)", re.IGNORECASE
-        )
-        self._numbers = [0, *(list(map(str, self.actions)).index(name) for name in names)]  # by the group of a match
+        words = "|".join(f"({re.escape(name)})" for name in names)
+        self._words = re.compile(rf"(?<!\w)(?:{words})(?!\w)", re.IGNORECASE)
+        self._numbers = [0, *(self.actions.index(name) for name in names)]  # by the group of a match
         self._game: Any = None
 
     def reset(self, prompt: Prompt, seed: int) -> Observation:
@@ -67,39 +66,37 @@ class Gymnasium:
             raise ConfigError(f"environment gymnasium: id is {self.id!r}: {error}") from None
         space, count = self._game.action_space, len(self.actions)
         if not isinstance(space, gymnasium.spaces.Discrete) or space.n < count:
-            text = f"actions has {count} names; the action space of {self.id} must be Discrete with as many, but is"
-            raise ConfigError(f"environment gymnasium: {text} {space}")
+            text = f"the action space of {self.id} must be Discrete with as many, but is {space}"
+            raise ConfigError(f"environment gymnasium: actions has {count} names; {text}")
         self._first, self._turns = int(space.start), 0
         seen, _ = self._game.reset(seed=seed % (1 << 31))  # some environments refuse larger seeds
-        texts = seen.items() if isinstance(seen, dict) else ()
-        return self._observation(seen, "\n".join(f"{name}: {text}" for name, text in texts if isinstance(text, str)))
+        texts = [f"{k}: {v}" for k, v in seen.items() if isinstance(v, str)] if isinstance(seen, dict) else []
+        return Observation("\n".join(texts) if self.image else as_json(seen), self._images())
 
     def step(self, text: str) -> Observation:
         self._turns += 1
-        found = itertools.islice(self._words.finditer(spoken(text)), self.moves)
-        seen, reward, over, names = None, 0.0, False, list[str]()
-        for action in [self._numbers[match.lastindex or 0] for match in found]:
+        found = itertools.islice(self._words.finditer(text.split("</think>", 1)[-1]), self.moves)
+        said = f"No action was found. The actions are: {', '.join(self.actions)}."
+        reward, over, names = self.invalid_reward, False, list[str]()
+        for number in [self._numbers[match.lastindex or 0] for match in found]:
             if not over:
-                seen, gained, terminated, truncated, _ = self._game.step(self._first + action)
-                reward, over = reward + float(gained), bool(terminated or truncated)
-                names.append(str(self.actions[action]))
-        done, info = over or self._turns >= self.max_turns, {"actions": names}
-        if not names:
-            said = f"No action was found. The actions are: {', '.join(map(str, self.actions))}."
-            return Observation(said, reward=self.invalid_reward, done=done, info=info)
-        return dataclasses.replace(self._observation(seen, "", done), reward=reward, done=done, info=info)
+                seen, gained, terminated, truncated, _ = self._game.step(self._first + number)
+                reward, over = float(gained) + (reward if names else 0.0), bool(terminated or truncated)
+                names.append(self.actions[number])
+                said = "" if self.image else as_json(seen)
+        done = over or self._turns >= self.max_turns
+        images = self._images() if names and not done else []  # nobody sees an image behind the last turn
+        return Observation(said, images, reward=reward, done=done, info={"actions": names})
 
     def demonstrate(self) -> str:
         """Returns the name of a good action. Raises `ConfigError` without a `demonstration`."""
         function = imported(self.demonstration, "environment gymnasium: demonstration", callable)
-        return str(self.actions[int(function(self._game.unwrapped))])
+        return self.actions[int(function(self._game.unwrapped))]
 
     def close(self) -> None:
         if self._game is not None:
             self._game.close()
 
-    def _observation(self, seen: Any, text: str, done: bool = False) -> Observation:
-        if not self.image or done:  # nobody sees an image behind the last turn
-            return Observation(text if self.image else as_json(seen))
-        image = Image.fromarray(self._game.render())
-        return Observation(text, [image.resize((self.pixels, self.pixels)) if self.pixels else image])
+    def _images(self) -> list[Image.Image]:
+        image = Image.fromarray(self._game.render()) if self.image else None
+        return [image.resize((self.pixels, self.pixels)) if self.pixels else image] if image else []

@@ -36,11 +36,6 @@ class Observation:
     fps: float = 2.0
 
 
-def spoken(turn: str) -> str:
-    """Returns the text of a turn behind its reasoning, if it has any."""
-    return turn.split("</think>", 1)[-1]
-
-
 def as_json(value: Any) -> str:
     """Returns a value as JSON: arrays and numbers of NumPy as lists and numbers, all else that JSON lacks as text."""
     return json.dumps(value, default=lambda part: getattr(part, "tolist", part.__str__)(), ensure_ascii=False)

@@ -13,13 +13,14 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from ..rewards.code import ended
-from ..rewards.sandbox import Sandbox, SandboxJob, SandboxLimits, find_sandbox
+from ..rewards.sandbox import SandboxJob, SandboxLimits, find_sandbox
 
 _LONGEST = 300  # characters of an expression
 _EXACT, _SHOWN = (decimal.Context(digits, Emax=999, Emin=-999) for digits in (60, 15))  # bounds of every number
 _BINARY = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 _OPERATORS: dict[Any, Any] = _BINARY | {ast.Pow: operator.pow, ast.UAdd: operator.pos, ast.USub: operator.neg}
 _LEAST, _MOST, _NARROW = 28, 1536, 50  # pixels of the sides of images that are shown, and the largest ratio of sides
+_sandbox = functools.cache(find_sandbox)
 
 
 def calculator(expression: str) -> str:
@@ -29,10 +30,9 @@ def calculator(expression: str) -> str:
     try:
         with decimal.localcontext(_EXACT):
             value = _value(ast.parse(expression.strip(), mode="eval").body) + 0
-    except ArithmeticError as error:
-        raise ValueError(f"{expression} has no value: {type(error).__name__}") from None
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        raise ValueError(f"{expression} does not consist of numbers, + - * / ** and parentheses") from None
+    except (ArithmeticError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        text = f"{expression} can't be computed ({type(error).__name__})"
+        raise ValueError(f"{text}; numbers, + - * / ** and parentheses are allowed") from None
     whole = value == value.to_integral_value() and value.adjusted() < _EXACT.prec
     return f"{value:.0f}" if whole else str(_SHOWN.plus(value).normalize(_SHOWN))
 
@@ -92,14 +92,9 @@ def _fitted(image: Image.Image, enlarge: int = 1) -> Image.Image:
 
 async def python(code: str) -> str:
     """Runs a Python program in a sandbox, and shows what it prints. Nothing remains for the next program."""
-    sandbox, limits, files = _sandbox(), SandboxLimits(), {"main.py": code.encode(errors="replace")}
+    sandbox, limits, files = _sandbox("bubblewrap"), SandboxLimits(), {"main.py": code.encode(errors="replace")}
     outcome = await sandbox.run(SandboxJob((sandbox.python, "-I", "-B", "main.py"), files, limits=limits))
     printed = outcome.stdout.decode(errors="replace")
     if failure := ended(outcome, limits):
         raise ValueError(f"{failure}\n{printed}")
     return printed
-
-
-@functools.cache
-def _sandbox() -> Sandbox:
-    return find_sandbox("bubblewrap", slots=1)

@@ -1,15 +1,20 @@
-"""Finds calls of tools in a model's turn, in the forms of Hermes (Qwen2.5, Qwen3) and of Qwen3.5:
+"""Tools: functions, and those of MCP servers (https://modelcontextprotocol.io). Their calls in a model's turn, in the
+forms of Hermes (Qwen2.5, Qwen3) and of Qwen3.5:
 
 <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
 <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
 """
 
+import base64
+import contextlib
+import functools
+import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from .observation import spoken
+from ..base.errors import ConfigError
 
 _OPEN, _CLOSE = re.compile(r"<tool_call>\s*"), re.compile(r"\s*</tool_call>")
 _FUNCTION = re.compile(r"<function=([^<>\n]+)>\s*")
@@ -27,7 +32,7 @@ class ToolCall(NamedTuple):
 
 def find_calls(turn: str) -> Iterator[ToolCall]:
     """Yields the calls in a turn, behind its reasoning, in order."""
-    text, end = spoken(turn), 0
+    text, end = turn.split("</think>", 1)[-1], 0
     for opened in _OPEN.finditer(text):
         if opened.start() < end:  # within an argument
             continue
@@ -56,3 +61,65 @@ def _read(text: str, at: int) -> tuple[str, dict[str, Any], int]:
     if not text.startswith("</function>", at):
         raise ValueError("a call must be like <function=TOOL><parameter=NAME>VALUE</parameter></function>")
     return name, arguments, at + len("</function>")
+
+
+class Tool(NamedTuple):
+    """A tool, as OpenAI's list of tools describes it: `name`, `description`, and `parameters`, a JSON schema.
+    `call(arguments, images)` returns its answer or an awaitable, and raises ValueError for wrong arguments; `images()`
+    returns all images of the episode so far, of type `PIL.Image.Image`."""
+
+    described: Mapping[str, Any]
+    call: Callable[[Mapping[str, Any], Callable[[], list[Any]]], Any]
+
+
+def function_tool(function: Callable[..., Any]) -> Tool:
+    """Makes a tool of a function, with the schema of its signature and the description of its docstring. A parameter
+    `images` is not the model's: it gets the images of the episode."""
+    import pydantic
+
+    known, empty = dict(inspect.signature(function, eval_str=True).parameters), inspect.Parameter.empty
+    sees_images = known.pop("images", None) is not None
+    types = {name: Any if p.annotation is empty else p.annotation for name, p in known.items()}
+    fields: dict[str, Any] = {
+        name: (types[name], ... if p.default is empty else p.default) for name, p in known.items()
+    }
+    model = pydantic.create_model(function.__name__, __config__=pydantic.ConfigDict(extra="forbid"), **fields)
+
+    def call(arguments: Mapping[str, Any], images: Callable[[], list[Any]]) -> Any:
+        try:
+            values = dict(model.model_validate(arguments))
+        except pydantic.ValidationError as error:
+            wrong = (f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors())
+            raise ValueError("; ".join(wrong)) from None
+        return function(**values, **({"images": images()} if sees_images else {}))
+
+    schema = model.model_json_schema()
+    for part in (schema, *schema.get("properties", {}).values()):
+        part.pop("title", None)  # the name once more
+    described = {"name": function.__name__, "description": inspect.getdoc(function) or "", "parameters": schema}
+    return Tool(described, call)
+
+
+def mcp_tools(settings: Mapping[str, Any], stack: contextlib.ExitStack) -> list[Tool]:
+    """Starts an MCP server, by settings of `mcp.StdioServerParameters`, and returns its tools. The server ends with the
+    stack. Raises `ConfigError` if the command can't be started."""
+    import mcp
+    from anyio.from_thread import start_blocking_portal
+
+    portal = stack.enter_context(start_blocking_portal())  # a client must be opened and closed by one task
+    try:
+        server = mcp.Client(mcp.stdio_client(mcp.StdioServerParameters(**settings)))
+        client = stack.enter_context(portal.wrap_async_context_manager(server))
+    except OSError as error:
+        raise ConfigError(f"environment tools: the MCP server {dict(settings)} can't be started: {error}") from None
+
+    def call(name: str, arguments: Mapping[str, Any], images: object) -> list[Any]:
+        result = portal.call(client.call_tool, name, dict(arguments))
+        answer = [base64.b64decode(p.data) if p.type == "image" else getattr(p, "text", p.type) for p in result.content]
+        if result.is_error:
+            raise ValueError("\n".join(map(str, answer)))
+        return answer
+
+    listed = portal.call(client.list_tools).tools
+    described = [{"name": t.name, "description": t.description, "parameters": t.input_schema} for t in listed]
+    return [Tool(tool, functools.partial(call, tool["name"])) for tool in described]

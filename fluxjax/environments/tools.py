@@ -25,8 +25,7 @@ from ..base.scored import Prompt
 from ..config.bounds import check_fields, positive
 from ..data.tickets import source_of
 from .observation import Observation, as_json
-from .tool import Tool, function_tool, mcp_tools
-from .tool_calls import ToolCall, find_calls
+from .tool_calls import Tool, ToolCall, find_calls, function_tool, mcp_tools
 
 _READY = ("calculator", "crop", "zoom", "draw", "python")
 TOOLS: Mapping[str, Any] = ByName(__name__, {name: f"ready_tools:{name}" for name in _READY})
@@ -56,8 +55,12 @@ class ToolEnvironment:
         self._servers = contextlib.ExitStack()
 
     def reset(self, prompt: Prompt, seed: int) -> Observation:
-        self._prompt, self._turns, found = prompt, 0, [tool for entry in self.tools for tool in self._found(entry)]
+        try:
+            found = [tool for entry in self.tools for tool in self._found(entry)]
+        except ImportError as error:
+            raise ConfigError(f"environment tools: {error}; pip install 'fluxjax[environments]'") from None
         self._images: list[Any] = [medium for medium in prompt.media if medium.kind is MediaKind.IMAGE]
+        self._prompt, self._turns = prompt, 0
         self._tools = {tool.described["name"]: tool for tool in found}
         if len(self._tools) < len(found):
             raise ConfigError(f"environment tools: tools has several tools of one name: {', '.join(self._tools)}")
@@ -113,10 +116,10 @@ class ToolEnvironment:
         if call.wrong or call.name not in self._tools:
             info["malformed"] += 1
             return [f"error: {call.wrong or f'no tool is named {call.name}'}; the tools are {', '.join(self._tools)}"]
-        tool = self._tools[call.name]
+        tool, opened = self._tools[call.name], lambda: [*map(_opened, self._images)]
         known = tool.described["parameters"].get("properties", {})
         try:
-            answer = tool.call({name: _value(v, known.get(name)) for name, v in call.arguments.items()}, self._opened)
+            answer = tool.call({name: _value(v, known.get(name)) for name, v in call.arguments.items()}, opened)
             answer = await answer if inspect.isawaitable(answer) else answer
         except (ConfigError, DataError, MediaError):
             raise
@@ -125,15 +128,6 @@ class ToolEnvironment:
             return [f"error: {error if type(error) is ValueError else said(error)}"]
         parts = answer if isinstance(answer, list | tuple) else [answer]
         return [*parts] if parts and all(isinstance(part, (str, *_PICTURES)) for part in parts) else [answer]
-
-    def _opened(self) -> list[Any]:
-        """Returns the images of the prompt, then those of answers."""
-        for number, image in enumerate(self._images):
-            if isinstance(image, Media | bytes):
-                self._images[number] = load_image(source_of(image) if isinstance(image, Media) else image)
-            elif isinstance(image, np.ndarray):
-                self._images[number] = Image.fromarray(image)
-        return list(self._images)
 
     def _plain(self, text: str) -> str:
         """Returns the text without halves of surrogate pairs and without marks of media, up to its bound."""
@@ -148,3 +142,9 @@ def _value(value: Any, schema: Any) -> Any:
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
+
+
+def _opened(image: Any) -> Image.Image:
+    if isinstance(image, Media | bytes):
+        return load_image(source_of(image) if isinstance(image, Media) else image)
+    return Image.fromarray(image) if isinstance(image, np.ndarray) else image

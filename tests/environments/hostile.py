@@ -112,7 +112,7 @@ class Hostile:
                 leaked.append(bytearray(b"x" * (1 << 24)))
                 time.sleep(0.002)
         if how == "leaks a little":
-            leaked.append(bytearray(b"x") * (150 << 20))
+            leaked.append(np.ones(150 << 20, np.uint8))  # without a second copy, whose peak is too much
         if how == "starts a child":
             child = subprocess.Popen(["sleep", "600"], start_new_session=True)
             return Observation(str(child.pid), info={"pid": os.getpid()})

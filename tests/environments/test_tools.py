@@ -115,7 +115,7 @@ REFUSED = [
     (call("fails", how="value"), "error: no such value"),
     (call("fails", how="key"), "error: KeyError: 'x'"),
     (call("fails", how="zero"), "error: ZeroDivisionError"),
-    (call("calculator", expression="1/0"), "error: 1/0 has no value: DivisionByZero"),
+    (call("calculator", expression="1/0"), "error: 1/0 can't be computed (DivisionByZero)"),
 ]
 MALFORMED = [
     (call("subtract", a=1), "error: no tool is named subtract; the tools are add, "),
@@ -281,7 +281,7 @@ async def test_tools_of_an_mcp_server(tmp_path):
     assert counted.text == "1\n6" and anew == ["1\n6"]
     assert shown.text == "12 é\n<image>\n[]" and len(shown.media) == 1 and json.loads(sizes.text) == [["RGB", 6, 3]]
     lines = refused.text.split("\n")
-    assert lines[0] == "error: not today" and "error" in lines[1] and lines[-1] == "2"
+    assert "not today" in lines[0] and "error" in lines[1] and lines[-1] == "2"
     assert refused.info == {"calls": 3, "malformed": 0, "errors": 2}
 
 
@@ -328,7 +328,7 @@ def test_the_calculator_computes(expression, value):
     ],
 )
 def test_the_calculator_refuses(expression):
-    with pytest.raises(ValueError, match=r"has no value|does not consist of numbers|has at most 300 characters"):
+    with pytest.raises(ValueError, match=r"can.t be computed|has at most 300 characters"):
         calculator(expression)
 
 
