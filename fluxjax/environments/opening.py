@@ -8,7 +8,6 @@ import pathlib
 from collections.abc import Callable, Mapping
 
 from models.processing import Processor
-from models.processing.conversation import encode_as_text
 from models.processing.media_file import PromptError
 
 from ..base.errors import ConfigError
@@ -73,6 +72,7 @@ class Openings:
 def spells_added(processor: Processor, text: str) -> bool:
     """Says whether a text would be tokenised with an added token, such as `<|im_end|>`, that it only spells."""
     try:
-        return processor.encode(text) != encode_as_text(processor, text)
+        ids = processor.encode(text)
     except PromptError:  # the prompt is skipped for this
         return False
+    return not processor.tokenizer.get_added_tokens_decoder().keys().isdisjoint(ids)

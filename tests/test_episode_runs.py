@@ -1,0 +1,248 @@
+"""Runs of configurations with environments, from their warm start to their summary, on a tiny model."""
+
+import dataclasses
+import json
+import pathlib
+import signal
+from typing import Any
+
+import pytest
+from counting import LETTERS, Counting
+from run_cases import Diary, assert_same_run, flags, logged, signal_when, summary, trained, write_jsonl
+
+from fluxjax import evaluate
+from fluxjax.base.types import ENVIRONMENT, Media, MediaKind, Prompt, Response
+from fluxjax.config import Config, ConfigError, SourceConfig
+from fluxjax.config.cli import load
+from fluxjax.data.loader import SkippedPrompt
+from fluxjax.environments.opening import Openings, spells_added
+from fluxjax.report.metrics import read
+from fluxjax.rewards import Scorer
+from fluxjax.run.play import observations_of
+from fluxjax.run.trainer import FluxTrainer
+from models.processing.tiny import build as build_processor
+
+TEXT, VLM = "configs/text.py:debug", "configs/vlm.py:debug"
+
+
+def episodes(folder: pathlib.Path, file: str = "", **arguments: Any) -> list[str]:
+    """Flags of a run whose only source is `Counting`, and a file with this source."""
+    records = [{"id": str(n), "prompt": "go on", "answer": LETTERS} for n in range(12)]
+    path = str(write_jsonl(folder / "records.jsonl", records))
+    config = folder / "own.py"
+    config.write_text(
+        f"""import importlib.util
+spec = importlib.util.spec_from_file_location("base", {file.partition(":")[0]!r})
+base = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(base)
+from fluxjax.config import SourceConfig
+
+def get_config(variant=''):
+    config = base.get_config("debug")
+    source = SourceConfig(path={path!r}, eval_path={path!r}, reward="environment")
+    source.environment, source.environment_arguments = "counting:Counting", {arguments!r}
+    config.data.sources = {{"count": source}}
+    return config
+"""
+    )
+    return [f"--config={config}"]
+
+
+def own(folder: pathlib.Path, file: str = TEXT, arguments: dict[str, Any] | None = None, **settings: Any) -> list[str]:
+    [name] = episodes(folder, file, **(arguments or {}))
+    more = {"rollout__max_new_tokens": 16, "rollout__max_sequence_tokens": 48, "data__environments__concurrency": 4}
+    return [name, *flags(**(more | {"warm_start__steps": 30} | settings))]
+
+
+def run(folder: pathlib.Path, words: list[str], *callbacks: Any) -> Any:
+    [config, *settings] = words
+    return trained(folder / "run", config.partition("=")[2], settings, *callbacks)
+
+
+@pytest.mark.slow
+def test_episodes_are_demonstrated_learned_and_measured(tmp_path: pathlib.Path) -> None:
+    diary = Diary()
+    result = run(tmp_path, own(tmp_path, arguments={"skill": 0.8}, steps=6, optim__lr=2e-2), diary).summary
+    assert result.complete and set(result.accuracy["count"]) == {"start", "end"}
+    assert result.accuracy["count"]["end"] >= result.accuracy["count"]["start"]
+    assert not result.environments_failed and not result.samples_skipped and not result.chance
+    for sample in diary.samples:
+        response = sample.response
+        assert sample.reward.value == pytest.approx(sum(response.rewards)) and 1 <= len(response.rewards) <= 3
+        assert response.num_trained < response.num_tokens or len(response.rewards) == 1
+    step = read(tmp_path / "run" / "metrics.jsonl")[-2]
+    assert 1 <= step["response/mean_turns"] <= 3 and step["environments/started"] >= 16
+    assert max(len(sample.response.rewards) for sample in diary.samples) == 3
+
+
+@pytest.mark.slow
+def test_pictures_of_a_reset_and_of_turns_are_trained_on(tmp_path: pathlib.Path, capsys: Any) -> None:
+    diary = Diary()
+    sizes = {"rollout__max_new_tokens": 24, "rollout__max_sequence_tokens": 64}
+    run(tmp_path, own(tmp_path, VLM, {"pictures": True}, steps=2, **sizes), diary)
+    seen = {len(sample.response.media) for sample in diary.samples}
+    prompts = [group.prompt for groups in diary.groups.values() for group in groups]
+    assert max(seen) > 0 and all(len(prompt.media) == 1 and prompt.opening[1] == 1 for prompt in prompts)
+    assert all(metrics["rollout_trainer_logprob_gap"] < 1e-4 for metrics in diary.metrics.values())
+    files = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    assert evaluate.main(["--run", str(tmp_path / "run"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["accuracy"]["count"] == summary(tmp_path / "run")["accuracy"]["count"]["end"]
+    assert sorted(tmp_path.rglob("*")) == files
+
+
+@pytest.mark.slow
+def test_an_environment_that_raises_is_named_and_costs_its_prompt_alone(tmp_path: pathlib.Path) -> None:
+    """A letter that the environment does not like fails the attempt of a group."""
+    words = own(tmp_path, arguments={"trouble": "c", "skill": 0.5}, steps=2, rollout__temperature=2.0)
+    result = run(tmp_path, words).summary
+    assert result.complete
+    [(name, reasons)] = result.environments_failed.items()
+    assert name == "counting:Counting" and all("does not like c" in reason for reason in reasons)
+
+
+@pytest.mark.long
+def test_a_run_of_episodes_that_is_killed_goes_on_with_the_same_bits(tmp_path: pathlib.Path, commands: Any) -> None:
+    (alone := tmp_path / "alone").mkdir()
+    (killed := tmp_path / "killed").mkdir()
+    words = own(tmp_path, VLM, {"pictures": True}, steps=6, rollout__max_new_tokens=24, rollout__max_sequence_tokens=64)
+    run(alone, words)
+    config, settings = words[0].partition("=")[2], words[1:]
+    process = commands.start(killed / "run", config, settings)
+    assert signal_when(process, logged(killed / "run", "rl", 4), signal.SIGKILL) == -signal.SIGKILL
+    run(killed, words)
+    assert_same_run(killed / "run", alone / "run")
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"environment": "test_episode_runs:Silent"}, "data.sources.count: environment 'test_.*' has no demonstrate"),
+        ({"environment": "no_such:Thing"}, "data.sources.count: environment is 'no_such:Thing', but importing 'no_such'"),
+        ({"environment_arguments": {"speed": 1}}, "data.sources.count: .*can't take the arguments {'speed': 1}"),
+    ],
+)
+def test_what_a_user_must_mend_is_named(tmp_path: pathlib.Path, changed: Any, text: str) -> None:
+    words = own(tmp_path, steps=1)
+    config = load([*words, f"--config.run_dir={tmp_path / 'run'}"])
+    for name, value in changed.items():
+        setattr(config.data.sources["count"], name, value)
+    with pytest.raises(ConfigError, match=text), FluxTrainer(config) as trainer:
+        trainer.fit()
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            SourceConfig(environment_arguments={"a": 1}),
+            r"data.sources.s.environment_arguments are given, but .*is empty",
+        ),
+        (SourceConfig(reward="environment"), r"data.sources.s.reward 'environment' is given, but"),
+    ],
+)
+def test_settings_that_only_an_environment_has_need_one(source: SourceConfig, text: str) -> None:
+    config = Config()
+    config.data.sources = {"s": source}
+    with pytest.raises(ConfigError, match=text):
+        config.validate()
+
+
+# --- openings and rewards ---------------------------------------------------------------------------
+
+
+def test_a_prompt_is_opened_and_its_record_remains() -> None:
+    picture = Media(MediaKind.IMAGE, "a.png")
+    for text, seen, both in (("ask", "seen", "ask\nseen"), ("", "seen", "seen"), ("ask", "", "ask")):
+        record = Prompt("p", "s", text, "answer", (Media(MediaKind.IMAGE, "b.png"),))
+        opened = record.opened(seen, (picture,))
+        assert (opened.text, opened.media[1:], opened.record) == (both, (picture,), record)
+    assert Prompt("p", "s", "ask", "").record == Prompt("p", "s", "ask", "")
+
+
+@pytest.mark.medium
+def test_prompts_whose_environment_begins_badly_are_skipped_with_a_reason(tmp_path: pathlib.Path) -> None:
+    config = Config()
+    config.data.sources = {
+        "s": SourceConfig(environment="test_episode_runs:Beginning"),
+        "plain": SourceConfig(),
+    }
+    noted: list[str] = []
+    processor = build_processor(["hello world"], words=["hello"])
+    openings = Openings(config.data, tmp_path, processor, 7, lambda name, text: noted.append(text))
+    try:
+        drawn = {how: openings(Prompt("p", "s", how, "", draw=3)) for how in ("fine", "raises", "done", "token")}
+        reasons = {how: one.reason for how, one in drawn.items() if isinstance(one, SkippedPrompt)}
+        name = "test_episode_runs:Beginning"
+        assert reasons == {
+            "raises": f"the environment {name} failed to begin",
+            "done": f"the environment {name} is done before the first turn",
+            "token": f"the environment {name} begins with a special token",
+        }
+        fine = drawn["fine"]
+        assert isinstance(fine, Prompt) and fine.text == "fine\nhello 3" and fine.environment == name
+        assert noted == ["RuntimeError: no"] or "no" in noted[0]
+        untouched = Prompt("p", "plain", "x", "")
+        assert openings(untouched) is untouched
+        assert openings(drawn["done"]) is drawn["done"]
+    finally:
+        openings.close()
+    assert spells_added(processor, "<|im_end|>") and not spells_added(processor, "hello")
+
+
+class Silent:
+    """An environment that demonstrates nothing."""
+
+    def reset(self, prompt: Prompt, seed: int) -> Any:
+        from fluxjax.environments import Observation
+
+        return Observation("a")
+
+    step = reset
+
+
+class Beginning(Counting):
+    def reset(self, prompt: Prompt, seed: int) -> Any:
+        from fluxjax.environments import Observation
+
+        if prompt.text == "raises":
+            raise RuntimeError("no")
+        return Observation("<|im_end|>" if prompt.text == "token" else "hello 3", done=prompt.text == "done")
+
+
+def test_rewards_see_the_last_turn_and_those_of_the_environment() -> None:
+    import asyncio
+
+    ids, versions = (1, 2, 3, 4, 5, 6), (0, 0, ENVIRONMENT, ENVIRONMENT, 1, 1)
+    response = Response("1/0", 1, 0, ids, (0.0,) * 6, versions, "stop", rewards=(0.25, 0.5)).packed()
+    assert response.last_turn == (5, 6) and dataclasses.replace(response, versions=(0,) * 6).last_turn == ids
+    seen: list[Any] = []
+
+    class Watching:
+        def score(self, completion: Any) -> float:
+            seen.append(completion)
+            return 0.0
+
+    sources = {"s": SourceConfig(reward="environment", environment="x:y"), "own": SourceConfig()}
+    scorer = Scorer(sources, lambda ids: " ".join(map(str, ids)), given={"own": Watching()})
+    try:
+        reward = asyncio.run(scorer.score(Prompt("p", "s", "", ""), response))
+        assert (reward.value, reward.correct) == (0.75, True)
+        lost = dataclasses.replace(response, rewards=(-1.0, 0.5))
+        assert not asyncio.run(scorer.score(Prompt("p", "s", "", ""), lost)).correct
+        asyncio.run(scorer.score(Prompt("p", "own", "", ""), response))
+        assert (seen[0].text, seen[0].num_tokens, seen[0].rewards) == ("5 6", 4, (0.25, 0.5))
+    finally:
+        scorer.close()
+
+
+def test_observations_follow_turns_by_the_role_that_keeps_earlier_turns(monkeypatch: Any) -> None:
+    """Plain text has no roles. A template that strips behind a user's message is asked for a tool's."""
+    config = Config()
+    processor = build_processor(["hello"])
+    assert observations_of(config, processor).delimiters.before_ids == ()
+    config.data.chat_template = True
+    with pytest.raises(ConfigError, match=r"data.chat_template: .*by the role user: this checkpoint has no chat templ"):
+        observations_of(config, processor)
