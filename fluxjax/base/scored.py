@@ -15,7 +15,7 @@ import functools
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -59,9 +59,9 @@ class Response:
     of its environment's observations between them. The first three tuples have one entry for each token. `logprobs` are
     natural logs of the probability under the sampling distribution (the behaviour policy); `versions` are the weight
     versions that the tokens come from. A token of the environment has version `ENVIRONMENT` and log-prob 0, and is not
-    trained on. `media` are the images and videos of the observations, in the order of their placeholders, and `rewards`
-    those of the environment, one for each of its answers. Raises ValueError if the first three tuples differ in length.
-    """
+    trained on. `media` are the images and videos of the observations, in the order of their placeholders, and
+    `media_counts` the number of each observation's media. `rewards` are those of the environment, one for each of its
+    answers. Raises ValueError if the first three tuples differ in length."""
 
     rid: str
     draw: int  # `Prompt.draw` of the response's prompt
@@ -73,6 +73,7 @@ class Response:
     temperature: float | None = None  # sampling temperature; None: `rollout.temperature`
     media: tuple[Media, ...] = ()
     rewards: tuple[float, ...] = ()
+    media_counts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
@@ -125,22 +126,28 @@ class Response:
         """The number of tokens that are trained on: all but those of the environment."""
         return trained_of(self.data) if self.is_packed else self.num_tokens - self.versions.count(ENVIRONMENT)
 
+    @property
+    def observed_media(self) -> list[tuple[Media, ...]]:
+        """The media of each observation."""
+        ends = accumulate(self.media_counts)
+        return [self.media[end - count : end] for end, count in zip(ends, self.media_counts, strict=True)]
+
     def to_json(self) -> State:
         """Returns the fields as JSON values. Versions are runs [version, number of tokens]."""
         runs = [[version, len(list(run))] for version, run in groupby(self.versions)]
         columns = {"token_ids": list(self.token_ids), "logprobs": list(self.logprobs), "versions": runs}
         media = [dataclasses.asdict(medium) | {"kind": medium.kind.value} for medium in self.media]
-        return dataclasses.asdict(self) | columns | {"media": media, "rewards": list(self.rewards)}
+        lists = {"media": media, "rewards": list(self.rewards), "media_counts": list(self.media_counts)}
+        return dataclasses.asdict(self) | columns | lists
 
     @classmethod
     def from_json(cls, saved: SavedState) -> "Response":
         versions = tuple(version for version, count in saved["versions"] for _ in range(count))
         tokens, logprobs = tuple(saved["token_ids"]), tuple(saved["logprobs"])
         media = tuple(Media(**{**fields, "kind": MediaKind(fields["kind"])}) for fields in saved.get("media", ()))
-        rewards = tuple(saved.get("rewards", ()))
+        lists = {name: tuple(saved.get(name, ())) for name in ("rewards", "media_counts")}
         columns = {"token_ids": tokens, "logprobs": logprobs, "versions": versions}
-        fields = {**saved, **columns, "media": media, "rewards": rewards}
-        return cls(**fields).packed()
+        return cls(**{**saved, **columns, **lists, "media": media}).packed()
 
 
 @dataclasses.dataclass(frozen=True)

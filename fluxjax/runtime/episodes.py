@@ -82,6 +82,7 @@ class Episodes:
             versions=(*response.versions, *(ENVIRONMENT,) * count),
             media=(*response.media, *observed.media),
             rewards=rewards,
+            media_counts=(*response.media_counts, len(observed.media)),
         )
         return AnsweredTurn(longer.packed(), joined([inputs, observation], self.merge_unit), False)
 
