@@ -115,10 +115,10 @@ def test_an_episode_comes_back_from_json() -> None:
 
 
 def test_columns_are_those_of_the_responses() -> None:
-    draw, numbers_G4, advantages_G, data = group((3, 3), (), (2, 5, 4)).columns
+    draw, numbers_G4, advantages_GU, data = group((3, 3), (), (2, 5, 4)).columns
     assert draw == 0
     assert numbers_G4.tolist() == [[0, 2, 3, 2], [1, 0, -1, 0], [2, 3, 5, 3]]
-    assert advantages_G.tolist() == [-0.5, 0.5, 1.5]
+    assert advantages_GU.tolist() == [[-0.5], [0.5], [1.5]]
     assert [numbers_of(each).versions.tolist() for each in data] == [[3, 3], [], [2, 5, 4]]
 
 

@@ -132,6 +132,18 @@ class Response:
         ends = accumulate(self.media_counts)
         return [self.media[end - count : end] for end, count in zip(ends, self.media_counts, strict=True)]
 
+    @property
+    def turn_tokens(self) -> list[int]:
+        """The number of tokens that the model generated in each turn; [0] for a response without tokens."""
+        versions = numbers_of(self.data).versions
+        return np.bincount(turn_numbers(versions)[versions != ENVIRONMENT], minlength=1).tolist()
+
+    def turn_rewards(self, total: float) -> list[float]:
+        """Returns the rewards of the turns, which sum up to `total`: the last turn gets what its environment did not
+        give."""
+        rewards = [*self.rewards, *[0.0] * (len(self.turn_tokens) - len(self.rewards))]
+        return [*rewards[:-1], rewards[-1] + (total - sum(self.rewards))]
+
     def to_json(self) -> State:
         """Returns the fields as JSON values. Versions are runs [version, number of tokens]."""
         runs = [[version, len(list(run))] for version, run in groupby(self.versions)]
@@ -254,6 +266,12 @@ def numbers_of(data: bytes | memoryview) -> ResponseNumbers:
         logprobs.astype(np.float32, copy=False),
         np.repeat(np.array(versions, np.int32), np.array(counts, np.int64)),
     )
+
+
+def turn_numbers(versions_T: np.ndarray) -> np.ndarray:
+    """Returns the turn of each token of a response, from 0 on. An observation belongs to the turn before it."""
+    said_T = (versions_T != ENVIRONMENT).astype(np.int8)
+    return np.cumsum(np.diff(said_T, prepend=np.int8(1)) == 1)
 
 
 def version_span_of(data: bytes) -> tuple[int, int]:

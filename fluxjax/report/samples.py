@@ -58,7 +58,8 @@ def dump_samples(run_dir: pathlib.Path, step: int, groups: Sequence[Group], deco
                 "pieces": pieces(response.token_ids, decode),
             }
             if response.rewards:
-                record["turn_rewards"] = [round(value, 4) for value in response.rewards]
+                turns = {"turn_rewards": response.rewards, "turn_advantages": sample.turn_advantages}
+                record |= {name: [round(value, 4) for value in values] for name, values in turns.items()}
                 record["observed"] = [
                     [_reference(item, run_dir) for item in media] for media in response.observed_media
                 ]
