@@ -5,11 +5,9 @@ estimated from the values of a critic (GAE, equations 11 to 16), and whitened ov
 are the actions: t counts them through all turns of a response, without the observations between the turns. r_t is the
 reward of token t: that of a turn (`Response.turn_rewards`) for its last token, 0 for other tokens. Under
 `kl_in_reward`, the token's KL term is subtracted. V_t is the critic's value of the state in which token t was chosen; V
-is 0 after the last token.
+is 0 after the last token. gamma_t is `discount` for the last token of a turn, else 1.
 
     delta_t = r_t + gamma_t V_{t+1} - V_t,     A_t = delta_t + gamma_t lambda A_{t+1}
-
-gamma_t is `discount` if token t is the last of a turn, else 1.
 
 The critic has its own weights and optimizer, and trains on the same minibatches by
 

@@ -17,9 +17,5 @@ from .grpo import GRPO, relative, rewards_of
 class RLOO(GRPO):
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
         """Returns advantages by the formula above; a response that is alone in its group has the advantage 0."""
-        return [
-            group.with_advantages(
-                relative(rewards_of(group), False) * len(group.samples) / max(len(group.samples) - 1, 1)
-            )
-            for group in groups
-        ]
+        centred = [(group, relative(rewards_of(group), False), len(group.samples)) for group in groups]
+        return [group.with_advantages(values_G * G / max(G - 1, 1)) for group, values_G, G in centred]

@@ -24,6 +24,7 @@ from jaxtyping import Float32, Int32
 from .medium import Media, MediaKind
 
 ENVIRONMENT = -2  # the version of tokens that the environment said
+Turns = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]  # token ids of each turn, and of the observation behind it
 
 _HEAD = struct.Struct("<iiiid")
 _TOKENS = {2: np.dtype("<u2"), 4: np.dtype("<i4")}  # by a token's size in bytes
@@ -139,8 +140,7 @@ class Response:
         return np.bincount(turn_numbers(versions)[versions != ENVIRONMENT], minlength=1).tolist()
 
     def turn_rewards(self, total: float) -> list[float]:
-        """Returns the rewards of the turns, which sum up to `total`: the last turn gets what its environment did not
-        give."""
+        """Returns rewards of the turns with the sum `total`. The last turn gets what the environment did not give."""
         rewards = [*self.rewards, *[0.0] * (len(self.turn_tokens) - len(self.rewards))]
         return [*rewards[:-1], rewards[-1] + (total - sum(self.rewards))]
 
@@ -266,6 +266,19 @@ def numbers_of(data: bytes | memoryview) -> ResponseNumbers:
         logprobs.astype(np.float32, copy=False),
         np.repeat(np.array(versions, np.int32), np.array(counts, np.int64)),
     )
+
+
+def turns_of(response: Response) -> Turns:
+    """Returns (token ids of the turn, token ids of the observation behind it) for each turn of a response."""
+    turns: list[tuple[list[int], list[int]]] = []
+    for token, version in zip(response.token_ids, response.versions, strict=True):
+        if version == ENVIRONMENT:
+            turns[-1][1].append(token)
+        elif not turns or turns[-1][1]:
+            turns.append(([token], []))
+        else:
+            turns[-1][0].append(token)
+    return [(tuple(said), tuple(seen)) for said, seen in turns]
 
 
 def turn_numbers(versions_T: np.ndarray) -> np.ndarray:

@@ -233,7 +233,7 @@ def _share_of(rows: Mapping[str, Any], data: bytes, at: int, inputs: Inputs, hea
     for item, group in groups.items():
         if item in needed:
             draw, _, weights, advantages, responses, told_of = group
-            advantages_GU = np.frombuffer(advantages).reshape(len(weights) // 8, -1)
+            advantages_GU = np.frombuffer(advantages).reshape(-1, len(advantages) // len(weights))
             columns, at = _columns(draw, advantages_GU, responses, data, at)
             hear((ticket, place) for _, (pieces, *_) in told_of for ticket, place, *_ in pieces)
             observed = {k: _observed(numbers_of(columns.data[k]).tokens, *told) for k, told in told_of}

@@ -96,10 +96,7 @@ class Page:
     def html(self) -> str:
         """Returns the page, which is ASCII. The times of steps are those of the run's metrics."""
         records = [r for r in read(self.run_dir / "metrics.jsonl") if r["phase"] == "rl" and r["step"] in self.steps]
-        timed = ("seconds/", "environments/seconds")
-        seconds = {
-            r["step"]: {n.removeprefix(timed[0]): float(r[n]) for n in r if n.startswith(timed)} for r in records
-        }
+        seconds = {r["step"]: {n[8:]: float(r[n]) for n in r if n.startswith("seconds/")} for r in records}
         head = {"run": str(self.run_dir), "notes": self.notes, "seconds": seconds}
         head = as_json(head | {"environment": ENVIRONMENT, "pads": {pad: kind for kind, pad in PADS.items()}})
         media = ",".join(f"{as_json(key)}:{medium}" for key, medium in self.media.items())

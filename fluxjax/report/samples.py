@@ -60,9 +60,7 @@ def dump_samples(run_dir: pathlib.Path, step: int, groups: Sequence[Group], deco
             if response.rewards:
                 turns = {"turn_rewards": response.rewards, "turn_advantages": sample.turn_advantages}
                 record |= {name: [round(value, 4) for value in values] for name, values in turns.items()}
-                record["observed"] = [
-                    [_reference(item, run_dir) for item in media] for media in response.observed_media
-                ]
+                record["observed"] = [[_reference(m, run_dir) for m in media] for media in response.observed_media]
             if reward.seconds:  # built-in rules take no time
                 record["reward_seconds"] = round(reward.seconds, 4)
             file.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -16,12 +16,12 @@ from models.inputs import ModelInput, joined
 from models.processing.conversation import ObservationProcessor
 from models.processing.media_file import MediaError, PromptError
 
+from ..base.scored import Turns, turns_of
 from ..base.types import ENVIRONMENT, PreparedPrompt, Prompt, Response
 from ..coordinator.messages import LENGTH
 from ..environments import EnvironmentFailure, EnvironmentPool, Fault, LiveEpisode, Observed
 from .conversations import inputs_of, request_seed
 
-Turns = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]  # token ids of each turn, and of the observation behind it
 LayOut = Callable[[Sequence[int], Prompt], ModelInput]  # (ids with a placeholder a medium, media) -> inputs from 0 on
 
 
@@ -161,16 +161,3 @@ def _is_next(seat: _Seat, response: Response, turns: Turns) -> bool:
         return False
     count = response.num_tokens - len(turns[-1][0]) - len(turns[-2][1])
     return seat.heard == response.token_ids[:count]
-
-
-def turns_of(response: Response) -> Turns:
-    """Returns (token ids of the turn, token ids of the observation behind it) for each turn of a response."""
-    turns: list[tuple[list[int], list[int]]] = []
-    for token, version in zip(response.token_ids, response.versions, strict=True):
-        if version == ENVIRONMENT:
-            turns[-1][1].append(token)
-        elif not turns or turns[-1][1]:
-            turns.append(([token], []))
-        else:
-            turns[-1][0].append(token)
-    return [(tuple(said), tuple(seen)) for said, seen in turns]
