@@ -2,6 +2,7 @@
 
     python -m fluxjax.recompute runs/mine --step 40 --sample 0      the first line of runs/mine/samples/000040.jsonl
 
+Observations of an environment, and rewards, are not computed again: turns go on behind the recorded observations.
 The weights are those of the checkpoint with the version of the tokens: in a synchronous run, of the step before.
 `python -m fluxjax.view` shows the numbers of samples. Nothing in the run's folder is changed.
 

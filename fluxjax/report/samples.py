@@ -2,8 +2,8 @@
 
 A line is a JSON object. `numbers` has token ids, log-probs and versions, as base64 of `Response.data`; `pieces` has the
 text of each token. `refs` has kind, path, cell and stamp of each medium (`base/medium.py`); a path that is not absolute
-begins in the run's folder. Files of earlier releases lack these fields. An episode also has `turn_rewards`, and
-`observed`, the references of each observation's media.
+begins in the run's folder. Files of earlier releases lack these fields. Episodes also have rewards of turns, and the
+references of each observation's media (`observed`).
 """
 
 import base64

@@ -1,6 +1,7 @@
 """Computes a dumped response again, from the weights that generated it."""
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 from collections.abc import Callable, Mapping
@@ -46,6 +47,7 @@ def recompute(run_dir: pathlib.Path, step: int, line: int) -> Recomputation:
     config.sharding.devices = 0  # all devices of this machine
     with FluxTrainer(config, read_only=True) as trainer:
 
+        @functools.lru_cache(maxsize=1)  # successive turns have tokens of one version
         def engine_of(version: int) -> Engine:
             if (run_dir / "checkpoints" / str(version)).is_dir():
                 trainer.load_checkpoint(version)

@@ -31,11 +31,12 @@ class Again:
 
     def __init__(self, run: EpisodeRun) -> None:
         self.engine, self.run = JaxEngine(model(KIND), slots=4, max_sequence_tokens=160), run
-        self.versions: list[int] = []
+        self.version = -1
 
     def engine_of(self, version: int) -> JaxEngine:
-        run_async(self.engine.update_weights(version, models.split(model(KIND, version))[1]))
-        self.versions.append(version)
+        if version != self.version:  # else it keeps the conversation
+            run_async(self.engine.update_weights(version, models.split(model(KIND, version))[1]))
+            self.version = version
         return self.engine
 
     def __call__(self, response: Response, prepared: PreparedPrompt) -> Recomputation:
