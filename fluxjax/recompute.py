@@ -2,6 +2,7 @@
 
     python -m fluxjax.recompute runs/mine --step 40 --sample 0      the first line of runs/mine/samples/000040.jsonl
 
+Observations of an environment, and rewards, are not computed again: turns go on behind the recorded observations.
 The weights are those of the checkpoint with the version of the tokens: in a synchronous run, of the step before.
 `python -m fluxjax.view` shows the numbers of samples. Nothing in the run's folder is changed.
 
@@ -32,12 +33,13 @@ def main(argv: list[str]) -> int:
     absl.logging.set_verbosity(absl.logging.ERROR)  # Orbax would warn of a read-only folder
     use_compile_cache()
     try:
-        equal, differs, gap = recompute(args.run, args.step, args.sample)
+        equal, differs, gap, observed = recompute(args.run, args.step, args.sample)
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    says = f"different: token {equal} is {differs}" if differs else "the same"
-    print(f"{says}; {equal} equal tokens, whose log-probs differ by at most {gap:.1e}")
+    says = f"different: token {differs}" if differs else "the same"
+    given = f"; {observed} tokens of observations, and rewards, were not computed again" if observed else ""
+    print(f"{says}; {equal} equal tokens, whose log-probs differ by at most {gap:.1e}{given}")
     return int(bool(differs))
 
 

@@ -47,9 +47,14 @@ def random_episodes(seed: int) -> tuple[list[Group], dict[int, PreparedPrompt], 
                 responses[sample] = part
             wholes.append(whole)
         group = Group(prompt, tuple(samples))
+        if number % 2:  # advantages of turns
+            others = np.random.default_rng([seed, number])
+            group = group.with_turn_advantages(
+                [others.normal(size=len(s.response.turn_tokens)).astype(np.float32).tolist() for s in samples]
+            )
         groups.append(group)
         prepared[draw] = PreparedPrompt(prompt, inputs, responses)
-        episodes += [(group, sample, whole, len(inputs)) for sample, whole in zip(samples, wholes, strict=True)]
+        episodes += [(group, sample, whole, len(inputs)) for sample, whole in zip(group.samples, wholes, strict=True)]
     return groups, prepared, episodes
 
 
@@ -120,7 +125,7 @@ def alone(episodes: list[Episode], heads: tuple[int, int], model, newest: int):
         batch = TrainBatch(
             inputs,
             row(np.where(said, 1 / total, 0.0)),
-            row([sample.advantage] * len(said)),
+            row(token_advantages(sample)),
             row(response.logprobs),
             row(np.zeros(len(said))),
             row(np.zeros(len(said))),
@@ -136,6 +141,17 @@ def alone(episodes: list[Episode], heads: tuple[int, int], model, newest: int):
         if score is not None
     }
     return tally, jax.tree.map(np.asarray, grads), found
+
+
+def token_advantages(sample: Sample) -> list[float]:
+    """The advantage of each token, by walking through the response; 0 for tokens of the environment."""
+    turn, values, before = -1, list[float](), ENVIRONMENT
+    for version in sample.response.versions:
+        turn += before == ENVIRONMENT != version
+        value = sample.turn_advantages[turn] if sample.turn_advantages else sample.advantage
+        values.append(0.0 if version == ENVIRONMENT else value)
+        before = version
+    return values
 
 
 def kinds(episodes: list[Episode]) -> set[str]:

@@ -24,7 +24,7 @@ from turns import third_of
 from fluxjax import recompute, view
 from fluxjax.base.medium import Media, MediaKind
 from fluxjax.base.scored import bytes_of, numbers_of
-from fluxjax.base.types import Group, Prompt, Response, Reward, Sample
+from fluxjax.base.types import ENVIRONMENT, Group, Prompt, Response, Reward, Sample
 from fluxjax.report import page as pages
 from fluxjax.report.samples import dump_samples, dumped_steps, pieces, read_samples
 
@@ -383,6 +383,66 @@ def test_media_without_files_are_kept_by_their_content(tmp_path) -> None:
     assert kept.read_bytes() == content.getvalue()
     first, url, missing = contents(tmp_path / "view.html").data["media"].values()
     assert first["picture"] and not url["picture"] and "URL" in url["why"] and "no such file" in missing["why"]
+
+
+IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
+WORDS = ["a", "b", "c", "see", IMAGE, VIDEO]
+EPISODE = [
+    ("m", 3, [0, 1]),
+    ("e", 0, [3, 4, 4, 4, 0, 4, 3]),
+    ("m", 3, [2]),
+    ("m", 4, [1]),
+    ("e", 0, [5, 5, 3, 5]),
+    ("m", 4, [0]),
+]
+
+
+def episode(run_dir: pathlib.Path) -> Group:
+    """Three turns; the first observation shows two images, the second a video whose placeholders have two runs."""
+    folder = run_dir / "observations"
+    folder.mkdir(parents=True)
+    for name, colour in COLOURS.items():
+        Image.new("RGB", (56, 28), colour).save(folder / name, "PNG")
+    names = list(COLOURS)[:2]
+    media = tuple(Media(MediaKind.IMAGE, str(folder / name)) for name in names)
+    media += (Media(MediaKind.VIDEO, str(folder / "gone")),)
+    numbers = [(id, version if who == "m" else ENVIRONMENT) for who, version, ids in EPISODE for id in ids]
+    ids, versions = zip(*numbers, strict=True)
+    logprobs = tuple(0.0 if version == ENVIRONMENT else -0.5 * (id + 1) for id, version in numbers)
+    response = Response(
+        "00000000.00/0", 0, 0, ids, logprobs, versions, "stop", None, media, (0.25, -0.5, 1.0), media_counts=(2, 1)
+    )
+    return Group(Prompt("x", "s", "x", "x"), (Sample(response, Reward(0.75, True), -0.25),))
+
+
+def test_an_episode_is_shown_turn_by_turn_with_its_images(tmp_path) -> None:
+    """The files of observations are found again in a folder that was moved."""
+    run_dir = tmp_path / "run"
+    dumped(run_dir, [episode(run_dir), group(PLAIN, draw=1)], WORDS)
+    run_dir = run_dir.rename(tmp_path / "moved")
+    assert view.main([str(run_dir)]) == 0
+    data = contents(run_dir / "view.html").data
+    first, second = (f"image\nobservations/{name}\n\n" for name in list(COLOURS)[:2])
+    assert data["media"][first]["picture"] and data["media"][second]["picture"]
+    assert "no such file" in data["media"]["video\nobservations/gone\n\n"]["why"]
+    shows, one_turn = shown(run_dir / "view.html")["pages"][0]
+    assert shows["images"] == [data["media"][first]["picture"], data["media"][second]["picture"]]
+    for says in (
+        "modelturn 1 of 3 \u00b7 2 tokens \u00b7 log-prob -1.500 \u00b7 reward 0.2500v3abenvironment",
+        "modelturn 2 of 3 \u00b7 2 tokens \u00b7 log-prob -2.500 \u00b7 reward -0.5000v3cv4benvironment",
+        "modelturn 3 of 3 \u00b7 1 tokens \u00b7 log-prob -0.500 \u00b7 reward 1.0000v4a",
+        f"environmentsee{IMAGE} \u00d7 3a{IMAGE}seemodel",
+        f"environment{VIDEO} \u00d7 2observations/gone",
+    ):
+        assert says in shows["text"]
+    assert shows["text"].index("observations/gone") < shows["text"].index("turn 3"), "the video is in its observation"
+    titles = [title for _, title, _ in shows["tokens"] if title.startswith(("model", "environment"))]
+    assert titles[:3] == [
+        "model, id 0, log-prob -0.5, version 3",
+        "model, id 1, log-prob -1, version 3",
+        "environment, id 3",
+    ]
+    assert len(titles) == 5 + 5 + 3 and "turn " not in one_turn["text"]
 
 
 def test_folders_without_samples_end_in_one_line(tmp_path, capsys) -> None:

@@ -54,6 +54,7 @@ def config_of(strategy, share=True, patches=384):
 def test_packed_episodes_equal_each_episode_alone(strategy, devices, share, model, seed):
     groups, prepared, episodes = random_episodes(seed)
     assert kinds(episodes) >= {"turns", "image"}
+    assert any(len(set(sample.turn_advantages)) > 1 for _, sample, _, _ in episodes)
     config = config_of(strategy, share)
     composition = compose(groups, prepared, config, devices, vision=MODEL.vision, text=model.text)
     newest = max(sample.response.version_span[1] for _, sample, _, _ in episodes)

@@ -48,4 +48,4 @@ def test_a_reward_is_that_of_the_last_token():
 
 def test_what_does_not_fit_together_is_refused():
     with pytest.raises(ValueError, match="3 rewards, 2 values and 2 tokens"):
-        gae(np.zeros(3), np.zeros(2), np.array([2]), 1.0, 1.0)
+        gae(np.zeros(3), np.zeros(2), np.array([2]), np.ones(1), 1.0)

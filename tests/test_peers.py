@@ -142,7 +142,7 @@ def test_advantages_are_the_peers(name, answers):
 def test_a_critics_advantages_and_loss_are_the_peers(seed, answers):
     """Whitened as verl does it; the loss by values, with `behaviour` for the values before the update."""
     one = case(seed)
-    estimates = gae(one.reference, one.behaviour, np.array(LENGTHS), 0.9, 0.8)
+    estimates = gae(one.reference, one.behaviour, np.array(LENGTHS), np.array(0.9), 0.8)
     mask = padded(one, np.ones(sum(LENGTHS)))
     for name, values in (("advantages", whitened(estimates)), ("returns", estimates + one.behaviour)):
         np.testing.assert_allclose(padded(one, values), answers[f"gae {seed}/{name}"] * mask, atol=TOLERANCE)

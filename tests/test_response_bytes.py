@@ -2,6 +2,7 @@
 each other, from when its group is scored on."""
 
 import dataclasses
+import json
 import pickle
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from packing_cases import response_of
 
 from fluxjax.base.scored import bytes_of, head_of, numbers_of
-from fluxjax.base.types import Columns, Group, Prompt, Response, Reward, Sample
+from fluxjax.base.types import ENVIRONMENT, Columns, Group, Media, MediaKind, Prompt, Response, Reward, Sample
 from fluxjax.coordinator.ledger import Ledger, PromptStage
 from fluxjax.coordinator.ledger_state import ledger_state, load_ledger_state
 from fluxjax.coordinator.messages import Request
@@ -101,11 +102,23 @@ def same(left: Columns, right: Columns) -> bool:
     )
 
 
+def test_an_episode_comes_back_from_json() -> None:
+    """Observations know which media are theirs."""
+    first, *others = media = tuple(Media(MediaKind.IMAGE, f"{n}.png") for n in range(3))
+    episode = dataclasses.replace(
+        response(1, (3, ENVIRONMENT, 3, ENVIRONMENT, 4)), media=media, rewards=(0.5, 0.0), media_counts=(1, 2)
+    )
+    saved = json.loads(json.dumps(episode.to_json()))
+    assert Response.from_json(saved) == episode and Response.from_json(saved).observed_media == [(first,), (*others,)]
+    del saved["media_counts"]
+    assert Response.from_json(saved).observed_media == [], "as a run of an earlier state saved it"
+
+
 def test_columns_are_those_of_the_responses() -> None:
-    draw, numbers_G4, advantages_G, data = group((3, 3), (), (2, 5, 4)).columns
+    draw, numbers_G4, advantages_GU, data = group((3, 3), (), (2, 5, 4)).columns
     assert draw == 0
     assert numbers_G4.tolist() == [[0, 2, 3, 2], [1, 0, -1, 0], [2, 3, 5, 3]]
-    assert advantages_G.tolist() == [-0.5, 0.5, 1.5]
+    assert advantages_GU.tolist() == [[-0.5], [0.5], [1.5]]
     assert [numbers_of(each).versions.tolist() for each in data] == [[3, 3], [], [2, 5, 4]]
 
 

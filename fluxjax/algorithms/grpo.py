@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from ..base.types import Group, TrainBatch, has_variance
+from ..base.types import Group, TrainBatch, has_variance, without_rounding
 from ..config import AlgorithmConfig
 from .loss import clipped_surrogate, correction, dual_clipped, masked, regularised
 from .rl_algorithm import LossAndMetrics, RLAlgorithm, TokenValues
@@ -42,25 +42,18 @@ def rewards_of(group: Group) -> np.ndarray:
     return rewards_G
 
 
-def centred(group: Group) -> np.ndarray:
-    """Returns `R_i - mean(R)`; exactly 0 for equal rewards."""
-    rewards_G = rewards_of(group)
-    if not has_variance(group):  # the computed mean of equal numbers may differ from them in the last bit
-        return np.zeros_like(rewards_G)
-    return rewards_G - rewards_G.mean()
+def relative(rewards: np.ndarray, normalize: bool) -> np.ndarray:
+    """Returns `R_i - mean(R)`, divided by `std(R) + 1e-6` with `normalize`; exactly 0 for equal rewards."""
+    if len(set(without_rounding(rewards.tolist()))) < 2:  # the computed mean of equal numbers may differ from them
+        return np.zeros_like(rewards)
+    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + STD_EPSILON if normalize else 1.0)
 
 
 def advantages(groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
     """Returns the groups with the advantages `A_i = (R_i - mean(R)) / (std(R) + 1e-6)` (section 4.1.2). `std` has the
     divisor G - 1; with `cfg.normalize_std` off, nothing is divided. Equal rewards give exactly 0."""
 
-    def relative(group: Group) -> np.ndarray:
-        advantages_G = centred(group)
-        if cfg.normalize_std and has_variance(group):
-            advantages_G /= rewards_of(group).std(ddof=1) + STD_EPSILON
-        return advantages_G
-
-    return [group.with_advantages(relative(group)) for group in groups]
+    return [group.with_advantages(relative(rewards_of(group), cfg.normalize_std)) for group in groups]
 
 
 def zero_variance_groups(groups: Sequence[Group]) -> int:

@@ -1,12 +1,13 @@
 """Proximal policy optimisation with a critic (Schulman et al., arXiv:1707.06347; advantages: arXiv:1506.02438).
 
 The policy's loss is GRPO's clipped loss (equation 7 of the paper), with an advantage for each token. Advantages are
-estimated from the values of a critic (GAE, equations 11 to 16), and whitened over the step. A response is an episode
-and its tokens are the actions. r_t is the reward of token t: the response's reward for the last token, 0 for other
-tokens. Under `kl_in_reward`, the token's KL term is subtracted. V_t is the critic's value of the state in which token t
-was chosen; V is 0 after the last token.
+estimated from the values of a critic (GAE, equations 11 to 16), and whitened over the step. The tokens of the model
+are the actions: t counts them through all turns of a response, without the observations between the turns. r_t is the
+reward of token t: that of a turn (`Response.turn_rewards`) for its last token, 0 for other tokens. Under
+`kl_in_reward`, the token's KL term is subtracted. V_t is the critic's value of the state in which token t was chosen; V
+is 0 after the last token. gamma_t is `discount` for the last token of a turn, else 1.
 
-    delta_t = r_t + gamma V_{t+1} - V_t,     A_t = delta_t + gamma lambda A_{t+1}
+    delta_t = r_t + gamma_t V_{t+1} - V_t,     A_t = delta_t + gamma_t lambda A_{t+1}
 
 The critic has its own weights and optimizer, and trains on the same minibatches by
 
@@ -61,8 +62,9 @@ def value_loss(values_BT: TokenValues, batch: TrainBatch, value_clip: float = VA
 # --- generalised advantage estimation: flat arrays, response after response, in float64 ---------------
 
 
-def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: float, decay: float) -> np.ndarray:
-    """Returns the advantage of each token. `lengths` has the number of tokens of each response; `decay` is lambda.
+def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: np.ndarray, decay: float) -> np.ndarray:
+    """Returns the advantage of each token. `lengths` has the number of tokens of each response; `gamma` is a number for
+    each token, or one for all; `decay` is lambda.
     Raises ValueError if the numbers of rewards, values and tokens differ."""
     rewards, values = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
     lengths = np.asarray(lengths, np.int64)
@@ -70,20 +72,20 @@ def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: flo
         raise ValueError(
             f"{len(rewards)} rewards, {len(values)} values and {lengths.sum()} tokens; the three must be equal"
         )
-    ends = np.cumsum(lengths)
+    ends, gamma = np.cumsum(lengths), np.broadcast_to(gamma, len(values))
     advantages = np.zeros(len(values))
     following, value_after = np.zeros(len(lengths)), np.zeros(len(lengths))  # A and V of the next token, by response
     for back in range(1, int(lengths.max(initial=0)) + 1):  # back = 1: the last token of each response
         having = np.flatnonzero(lengths >= back)
         at = ends[having] - back
-        delta = rewards[at] + gamma * value_after[having] - values[at]
-        following[having] = advantages[at] = delta + gamma * decay * following[having]
+        delta = rewards[at] + gamma[at] * value_after[having] - values[at]
+        following[having] = advantages[at] = delta + gamma[at] * decay * following[having]
         value_after[having] = values[at]
     return advantages
 
 
 def terminal_rewards(outcomes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns the rewards of tokens: a response's outcome at its last token, 0 at its other tokens."""
+    """Returns the rewards of tokens: the outcome of a response or a turn at its last token, 0 at its other tokens."""
     lengths = np.asarray(lengths, np.int64)
     rewards = np.zeros(int(lengths.sum()))
     ends = np.cumsum(lengths)[lengths > 0]

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..base.types import Group
 from ..config import AlgorithmConfig
-from .grpo import GRPO, centred, rewards_of
+from .grpo import GRPO, relative, rewards_of
 from .ppo import VARIANCE_EPSILON
 
 
@@ -29,7 +29,7 @@ class ReinforcePlusPlusBaseline(GRPO):
     whole_step = True
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        return _normalised_over_tokens(groups, [centred(group) for group in groups])
+        return _normalised_over_tokens(groups, [relative(rewards_of(group), False) for group in groups])
 
 
 def _normalised_over_tokens(groups: Sequence[Group], values: Sequence[np.ndarray]) -> list[Group]:

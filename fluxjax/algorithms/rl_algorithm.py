@@ -36,10 +36,10 @@ class RLAlgorithm:
     whole_step = False
     response_ratios = False  # True: the loss reads `policy_log_ratios_BT`, from a forward pass before each update
     coupled = False  # True: the loss joins several responses; before each update, `couple` returns its derivatives
-    critic = False  # True: `advantages` returns the reward of a response's last token (`fluxjax.algorithms.ppo`)
+    critic = False  # True: `advantages` returns the reward of a response (`fluxjax.algorithms.ppo`)
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        """Returns the groups with `Sample.advantage` filled in."""
+        """Returns the groups with advantages (`Group.with_advantages`, `Group.with_turn_advantages`)."""
         raise NotImplementedError
 
     def token_loss(
@@ -105,6 +105,7 @@ ALGORITHMS: Mapping[str, RLAlgorithm] = ByName(
         "gspo": "gspo:GSPO",
         "cispo": "cispo:CISPO",
         "rloo": "rloo:RLOO",
+        "gigpo": "gigpo:GiGPO",
         "reinforce_plus_plus": "reinforce_plus_plus:ReinforcePlusPlus",
         "reinforce_plus_plus_baseline": "reinforce_plus_plus:ReinforcePlusPlusBaseline",
         "ppo": "ppo:PPO",

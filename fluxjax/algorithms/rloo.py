@@ -11,13 +11,11 @@ from collections.abc import Sequence
 
 from ..base.types import Group
 from ..config import AlgorithmConfig
-from .grpo import GRPO, centred
+from .grpo import GRPO, relative, rewards_of
 
 
 class RLOO(GRPO):
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
         """Returns advantages by the formula above; a response that is alone in its group has the advantage 0."""
-        return [
-            group.with_advantages(centred(group) * len(group.samples) / max(len(group.samples) - 1, 1))
-            for group in groups
-        ]
+        centred = [(group, relative(rewards_of(group), False), len(group.samples)) for group in groups]
+        return [group.with_advantages(values_G * G / max(G - 1, 1)) for group, values_G, G in centred]

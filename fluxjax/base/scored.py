@@ -15,7 +15,7 @@ import functools
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from jaxtyping import Float32, Int32
 from .medium import Media, MediaKind
 
 ENVIRONMENT = -2  # the version of tokens that the environment said
+Turns = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]  # token ids of each turn, and of the observation behind it
 
 
 def request_seed(seed: int, draw: int) -> int:
@@ -79,9 +80,9 @@ class Response:
     of its environment's observations between them. The first three tuples have one entry for each token. `logprobs` are
     natural logs of the probability under the sampling distribution (the behaviour policy); `versions` are the weight
     versions that the tokens come from. A token of the environment has version `ENVIRONMENT` and log-prob 0, and is not
-    trained on. `media` are the images and videos of the observations, in the order of their placeholders, and `rewards`
-    those of the environment, one for each of its answers. Raises ValueError if the first three tuples differ in length.
-    """
+    trained on. `media` are the images and videos of the observations, in the order of their placeholders, and
+    `media_counts` the number of each observation's media. `rewards` are those of the environment, one for each of its
+    answers. Raises ValueError if the first three tuples differ in length."""
 
     rid: str
     draw: int  # `Prompt.draw` of the response's prompt
@@ -93,6 +94,7 @@ class Response:
     temperature: float | None = None  # sampling temperature; None: `rollout.temperature`
     media: tuple[Media, ...] = ()
     rewards: tuple[float, ...] = ()
+    media_counts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
@@ -151,22 +153,39 @@ class Response:
         ids, versions = self.token_ids, self.versions
         return ids[len(ids) - versions[::-1].index(ENVIRONMENT) :] if ENVIRONMENT in versions else ids
 
+    @property
+    def observed_media(self) -> list[tuple[Media, ...]]:
+        """The media of each observation."""
+        ends = accumulate(self.media_counts)
+        return [self.media[end - count : end] for end, count in zip(ends, self.media_counts, strict=True)]
+
+    @property
+    def turn_tokens(self) -> list[int]:
+        """The number of tokens that the model generated in each turn; [0] for a response without tokens."""
+        versions = numbers_of(self.data).versions
+        return np.bincount(turn_numbers(versions)[versions != ENVIRONMENT], minlength=1).tolist()
+
+    def turn_rewards(self, total: float) -> list[float]:
+        """Returns rewards of the turns with the sum `total`. The last turn gets what the environment did not give."""
+        rewards = [*self.rewards, *[0.0] * (len(self.turn_tokens) - len(self.rewards))]
+        return [*rewards[:-1], rewards[-1] + (total - sum(self.rewards))]
+
     def to_json(self) -> State:
         """Returns the fields as JSON values. Versions are runs [version, number of tokens]."""
         runs = [[version, len(list(run))] for version, run in groupby(self.versions)]
         columns = {"token_ids": list(self.token_ids), "logprobs": list(self.logprobs), "versions": runs}
         media = [dataclasses.asdict(medium) | {"kind": medium.kind.value} for medium in self.media]
-        return dataclasses.asdict(self) | columns | {"media": media, "rewards": list(self.rewards)}
+        lists = {"media": media, "rewards": list(self.rewards), "media_counts": list(self.media_counts)}
+        return dataclasses.asdict(self) | columns | lists
 
     @classmethod
     def from_json(cls, saved: SavedState) -> "Response":
         versions = tuple(version for version, count in saved["versions"] for _ in range(count))
         tokens, logprobs = tuple(saved["token_ids"]), tuple(saved["logprobs"])
         media = tuple(Media(**{**fields, "kind": MediaKind(fields["kind"])}) for fields in saved.get("media", ()))
-        rewards = tuple(saved.get("rewards", ()))
+        lists = {name: tuple(saved.get(name, ())) for name in ("rewards", "media_counts")}
         columns = {"token_ids": tokens, "logprobs": logprobs, "versions": versions}
-        fields = {**saved, **columns, "media": media, "rewards": rewards}
-        return cls(**fields).packed()
+        return cls(**{**saved, **columns, **lists, "media": media}).packed()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,6 +294,25 @@ def numbers_of(data: bytes | memoryview) -> ResponseNumbers:
         logprobs.astype(np.float32, copy=False),
         np.repeat(np.array(versions, np.int32), np.array(counts, np.int64)),
     )
+
+
+def turns_of(response: Response) -> Turns:
+    """Returns (token ids of the turn, token ids of the observation behind it) for each turn of a response."""
+    turns: list[tuple[list[int], list[int]]] = []
+    for token, version in zip(response.token_ids, response.versions, strict=True):
+        if version == ENVIRONMENT:
+            turns[-1][1].append(token)
+        elif not turns or turns[-1][1]:
+            turns.append(([token], []))
+        else:
+            turns[-1][0].append(token)
+    return [(tuple(said), tuple(seen)) for said, seen in turns]
+
+
+def turn_numbers(versions_T: np.ndarray) -> np.ndarray:
+    """Returns the turn of each token of a response, from 0 on. An observation belongs to the turn before it."""
+    said_T = (versions_T != ENVIRONMENT).astype(np.int8)
+    return np.cumsum(np.diff(said_T, prepend=np.int8(1)) == 1)
 
 
 def version_span_of(data: bytes) -> tuple[int, int]:

@@ -40,11 +40,13 @@ class PreparedPrompt:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A scored response. `advantage` is one number for all tokens of the response."""
+    """A scored response. All tokens of the model have the `advantage`, unless there are `turn_advantages`: these are of
+    the tokens of each turn, and `advantage` is their mean over tokens."""
 
     response: Response
     reward: Reward
     advantage: float = 0.0
+    turn_advantages: tuple[float, ...] = ()
 
 
 class Columns(NamedTuple):
@@ -53,17 +55,19 @@ class Columns(NamedTuple):
     draw: int  # `Prompt.draw`
     # int64: `Response.sample`, number of tokens, newest version of a token (-1 without tokens), `Response.num_trained`
     numbers_G4: np.ndarray
-    advantages_G: np.ndarray  # float64
+    advantages_GU: np.ndarray  # float64; one for all turns of a response, or one for each
     data: tuple[bytes, ...]  # `Response.data`
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> "Columns":
         responses = [sample.response for sample in samples]
+        rows = [sample.turn_advantages or (sample.advantage,) for sample in samples]
+        turns = max(map(len, rows), default=1)
         numbers = [(r.sample, r.num_tokens, r.version_span[1], r.num_trained) for r in responses]
         return cls(
             responses[0].draw if responses else -1,
             np.array(numbers, np.int64).reshape(-1, 4),
-            np.array([sample.advantage for sample in samples], np.float64),
+            np.array([(*row, *(0.0,) * (turns - len(row))) for row in rows], np.float64).reshape(-1, turns),
             tuple(response.data for response in responses),
         )
 
@@ -88,11 +92,19 @@ class Group:
     def with_advantages(self, advantages_G: Sequence[float] | np.ndarray) -> "Group":
         values_G = np.asarray(advantages_G, np.float64)
         pairs = zip(self.samples, values_G.tolist(), strict=True)
-        samples = tuple(dataclasses.replace(sample, advantage=value) for sample, value in pairs)
+        samples = tuple(dataclasses.replace(sample, advantage=value, turn_advantages=()) for sample, value in pairs)
         group = dataclasses.replace(self, samples=samples)
         if "columns" in vars(self):
-            vars(group)["columns"] = self.columns._replace(advantages_G=values_G)
+            vars(group)["columns"] = self.columns._replace(advantages_GU=values_G[:, None])
         return group
+
+    def with_turn_advantages(self, turns: Sequence[Sequence[float]]) -> "Group":
+        """Returns the group with advantages for the turns of each response (`Response.turn_tokens`)."""
+        samples = []
+        for sample, values in zip(self.samples, turns, strict=True):
+            mean = np.average(values, weights=sample.response.turn_tokens) if len(values) > 1 else values[0]
+            samples.append(dataclasses.replace(sample, advantage=float(mean), turn_advantages=tuple(values)))
+        return dataclasses.replace(self, samples=tuple(samples))
 
 
 @dataclasses.dataclass(frozen=True)

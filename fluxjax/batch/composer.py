@@ -171,7 +171,7 @@ class Composer:
                 observed = _observed(columns, prepared[group.prompt.draw])
                 to_train.append(TrainGroup(group.prompt.id, inputs, columns, weighed, observed))
         if skip_idle:
-            taught = [group for group in to_train if group.columns.advantages_G.any()]
+            taught = [group for group in to_train if group.columns.advantages_GU.any()]
             to_train = taught or to_train[:1]
         return to_train, version
 

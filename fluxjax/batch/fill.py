@@ -21,7 +21,7 @@ from sharding.planner.plan import Round, ShardPlan
 from sharding.spread.buffers import SizedLayout, Spread, lay
 from sharding.spread.shapes import Sizes
 
-from ..base.scored import ENVIRONMENT, bytes_of, numbers_of
+from ..base.scored import ENVIRONMENT, bytes_of, numbers_of, turn_numbers
 from ..base.types import Columns, TrainBatch
 from .composition import Composition, Microbatch
 from .part import Part, Room, inputs_of, rows_of, sources_of
@@ -46,7 +46,7 @@ class Spans:
     lengths: list[int] = dataclasses.field(default_factory=list)  # number of tokens of each response
     trained: list[int] = dataclasses.field(default_factory=list)  # number of tokens that are trained on, by response
     weights: list[float] = dataclasses.field(default_factory=list)  # loss weight of each token, by response
-    advantages: list[float] = dataclasses.field(default_factory=list)  # advantage of each response
+    advantages: list[np.ndarray] = dataclasses.field(default_factory=list)  # of each response, or of each of its turns
 
     def place(self, row: Row, cell: int, groups: Groups, features: Mapping[Source, int], share: bool) -> None:
         """Appends the spans of a row that begins at `cell`. `features` has the first feature of each prompt and each
@@ -54,7 +54,7 @@ class Spans:
         column = 0
         for segment, piece in enumerate(row, 1):
             group = groups[piece.item]
-            prompt, (draw, numbers_G4, advantages_G, data) = group.inputs.laid_out(), group.columns
+            prompt, (draw, numbers_G4, advantages_GU, data) = group.inputs.laid_out(), group.columns
             self.prompts.append((cell + column, segment, features.get((piece.item, PROMPT), 0)))
             self.inputs.append(prompt)
             column += len(prompt)
@@ -71,7 +71,7 @@ class Spans:
                 self.lengths.append(length)
                 self.trained.append(trained)
                 self.weights.append(group.weights[k])
-                self.advantages.append(advantages_G[k])
+                self.advantages.append(advantages_GU[k])
                 column += length
 
     def trained_cells(self) -> np.ndarray:
@@ -193,7 +193,7 @@ def sized_group(inputs: ModelInput, lengths: Sequence[int], observed: Mapping[in
     count = len(lengths)
     numbers_G4 = np.array([(k, n, 0, n) for k, n in enumerate(lengths)], np.int64).reshape(-1, 4)
     data = tuple(bytes_of(k, None, (0,) * n, (0.0,) * n, (0,) * n) for k, n in enumerate(lengths))
-    return TrainGroup("", inputs, Columns(-1, numbers_G4, np.zeros(count), data), np.zeros(count), observed)
+    return TrainGroup("", inputs, Columns(-1, numbers_G4, np.zeros((count, 1)), data), np.zeros(count), observed)
 
 
 def _zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
@@ -263,12 +263,14 @@ def _arrays(spans: Spans, tokens_per_row: int, version: int, tempered: bool) -> 
     arrays["tokens_BT"][cells] = np.concatenate([response.tokens for response in numbers])
     arrays["behaviour_logprobs_BT"][cells] = np.concatenate([response.logprobs for response in numbers])
     versions = np.concatenate([response.versions for response in numbers])
+    pairs = zip(spans.advantages, numbers, strict=True)
+    turns = [a[turn_numbers(n.versions)] if len(a) > 1 else a.repeat(len(n.versions)) for a, n in pairs]
+    arrays["advantages_BT"][cells] = np.concatenate(turns)
     arrays["lags_BT"][cells] = np.where(versions < 0, -1, version - versions)
     for name, values in (
         ("segments_BT", segments),
         ("branches_BT", branches),
         ("loss_weights_BT", spans.weights),
-        ("advantages_BT", spans.advantages),
         *([("temperatures_BT", [response.temperature or 1.0 for response in numbers])] if tempered else ()),
     ):
         arrays[name][cells] = np.repeat(np.asarray(values, arrays[name].dtype), lengths)

@@ -98,11 +98,11 @@ class TrainGroup(NamedTuple):
 
     def only(self, responses: Sequence[int]) -> TrainGroup:
         """Returns the group with only the responses of these indices."""
-        draw, numbers_G4, advantages_G, data = self.columns
+        draw, numbers_G4, advantages_GU, data = self.columns
         if len(responses) == len(data):
             return self
         some = list(responses)
-        columns = Columns(draw, numbers_G4[some], advantages_G[some], tuple(data[k] for k in some))
+        columns = Columns(draw, numbers_G4[some], advantages_GU[some], tuple(data[k] for k in some))
         observed = {new: self.observed[k] for new, k in enumerate(some) if k in self.observed}
         return self._replace(columns=columns, weights=self.weights[some], observed=observed)
 

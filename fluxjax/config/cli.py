@@ -100,7 +100,8 @@ NEEDS = (
     Need("replay.max_age", "replay.share", "above 0"),
     Need("model.tiny", "model.path", "empty"),  # a checkpoint has its own architecture
     Need("model.tiny.window_size model.tiny.vision_full_attention_layers", "model.tiny.architecture", "qwen2_5_vl"),
-    Need("algorithm.normalize_std", _ALGORITHM, "grpo, dr_grpo, dapo, gspo or cispo"),
+    Need("algorithm.normalize_std", _ALGORITHM, "grpo, dr_grpo, dapo, gspo, gigpo or cispo"),
+    Need("algorithm.discount", _ALGORITHM, "gigpo or ppo"),
     Need("algorithm.dual_clip", _ALGORITHM, "another", lambda config: config.algorithm.label not in ("gspo", "cispo")),
     Need("critic", _ALGORITHM, "ppo"),
     Need(_REFERENCE, "algorithm.kl_coefficient", "above 0"),

@@ -182,6 +182,7 @@ OWN_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "loss_aggregation": LossAggregation.SEQUENCE_MEAN},
     "cispo": {"clip_low": 1.0, "clip_high": 4.0, "loss_aggregation": LossAggregation.TOKEN_MEAN},
     "rloo": {"loss_aggregation": LossAggregation.CONSTANT},
+    "gigpo": {"discount": 0.95},
     "reinforce_plus_plus": {"kl_coefficient": 0.01, "kl_estimator": KlEstimator.K1, "kl_in_reward": True},
     "reinforce_plus_plus_baseline": {"kl_coefficient": 0.01, "kl_estimator": KlEstimator.K2},
     "ppo": {},
@@ -190,7 +191,7 @@ OWN_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "sft": {},
 }
 # Algorithms that compare the responses of a group:
-_RELATIVE = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline", "dpo")
+_RELATIVE = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "gigpo", "reinforce_plus_plus_baseline", "dpo")
 
 
 @dataclasses.dataclass(slots=True)
@@ -200,6 +201,7 @@ class AlgorithmConfig(Section):
     # `name` may also be the object, which is never copied; a run's folder then has the name of the object's class.
     name: Any = dataclasses.field(default="grpo", metadata={"object": True})
     normalize_std: bool = True  # divide advantages by the group's standard deviation; False as in Dr.GRPO
+    discount: float = within(1.0, "(0, 1]")  # factor of a reward for each turn that lies between (gigpo, ppo); 1: off
     clip_low: float = not_negative(0.2)  # ratios below 1 - clip_low are clipped
     clip_high: float = not_negative(0.2)  # ratios above 1 + clip_high are clipped; DAPO: higher than clip_low
     dual_clip: float = bounded(  # ratio up to which the loss of a token with a negative advantage grows; 0: without end
@@ -265,6 +267,8 @@ class AlgorithmConfig(Section):
             raise ConfigError("algorithm.name is distillation; its teacher needs algorithm.kl_coefficient above 0")
         if name == "distillation" and not self.reference:
             raise ConfigError("algorithm.name is distillation; algorithm.reference must be the folder of its teacher")
+        if name == "gigpo" and self.kl_in_reward:
+            raise ConfigError("algorithm.name is gigpo, whose rewards are of turns: set algorithm.kl_in_reward off")
         if name == "dpo" and (self.kl_in_reward or not self.kl_coefficient):
             raise ConfigError(
                 "algorithm.name is dpo, whose beta is algorithm.kl_coefficient; set algorithm.kl_coefficient above 0, "

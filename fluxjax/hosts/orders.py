@@ -184,10 +184,10 @@ def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told
     responses: list[bytes] = []
     for item, group in share.groups.items():
         if item in share.needed:
-            draw, _, advantages_G, data = group.columns
+            draw, _, advantages_GU, data = group.columns
             media, numbers = told_media(group.inputs, place_of), used[item]
             observed = [(k, _told_observed(group.observed[k], place_of)) for k in numbers if k in group.observed]
-            groups.append((draw, media, group.weights.tobytes(), advantages_G.tobytes(), numbers, observed))
+            groups.append((draw, media, group.weights.tobytes(), advantages_GU.tobytes(), numbers, observed))
             responses += [data[k] for k in numbers]
         else:
             groups.append(_told_sizes(group))
@@ -233,7 +233,8 @@ def _share_of(rows: Mapping[str, Any], data: bytes, at: int, inputs: Inputs, hea
     for item, group in groups.items():
         if item in needed:
             draw, _, weights, advantages, responses, told_of = group
-            columns, at = _columns(draw, np.frombuffer(advantages), responses, data, at)
+            advantages_GU = np.frombuffer(advantages).reshape(-1, len(advantages) // len(weights))
+            columns, at = _columns(draw, advantages_GU, responses, data, at)
             hear((ticket, place) for _, (pieces, *_) in told_of for ticket, place, *_ in pieces)
             observed = {k: _observed(numbers_of(columns.data[k]).tokens, *told) for k, told in told_of}
             read[item] = TrainGroup("", found[draw], columns, np.frombuffer(weights), observed)
@@ -244,16 +245,16 @@ def _share_of(rows: Mapping[str, Any], data: bytes, at: int, inputs: Inputs, hea
 
 
 def _columns(
-    draw: int, advantages_G: np.ndarray, responses: Sequence[int], data: bytes, at: int
+    draw: int, advantages_GU: np.ndarray, responses: Sequence[int], data: bytes, at: int
 ) -> tuple[Columns, int]:
     """Returns the columns of the group whose `responses` begin at byte `at`, and the byte after the responses."""
-    data_G, numbers_G4 = [b""] * len(advantages_G), np.zeros((len(advantages_G), 4), np.int64)
+    data_G, numbers_G4 = [b""] * len(advantages_GU), np.zeros((len(advantages_GU), 4), np.int64)
     for k in responses:
         head = head_of(data, at)
         data_G[k] = data[at : at + head.size]
         numbers_G4[k] = head.sample, head.tokens, version_span_of(data_G[k])[1], trained_of(data_G[k])
         at += head.size
-    return Columns(draw, numbers_G4, advantages_G, tuple(data_G)), at
+    return Columns(draw, numbers_G4, advantages_GU, tuple(data_G)), at
 
 
 def _told_outline(outline: Outline) -> tuple[Any, ...]:

@@ -20,10 +20,10 @@ from sharding.walk import Params, Tally, Walk
 
 from ..algorithms.ppo import explained_variance, gae, terminal_rewards, value_loss, whitened
 from ..algorithms.rl_algorithm import Key
-from ..base.types import TrainBatch
+from ..base.types import Sample, TrainBatch
 from ..batch.composer import Team
 from ..batch.composition import Composition
-from ..config import AlgorithmConfig, Config, CriticConfig, LoraConfig
+from ..config import AlgorithmConfig, Config, LoraConfig
 from ..data.materializer import Materializer
 from .gradients import Gradients, Scores
 from .learner import Learner, of_all_updates
@@ -97,7 +97,7 @@ class Critic(Learner):
     def judge(
         self,
         compositions: Sequence[Composition],
-        outcomes: Mapping[Key, float],
+        outcomes: Mapping[Key, Sample],
         costs: Sequence[np.ndarray],
         team: Team,
     ) -> tuple[list[Composition], dict[Key, float], dict[str, float]]:
@@ -105,9 +105,9 @@ class Critic(Learner):
         the mean advantage of each response that has a token, and metrics. Must be called before the step's first
         optimizer step.
 
-        Process 0 estimates all advantages. In process 0, `outcomes` has the rewards of the responses of all processes,
-        by (draw, sample). `costs` is empty, or has a flat array for each composition, which is subtracted from the
-        tokens' rewards. Collective."""
+        Process 0 estimates all advantages. In process 0, `outcomes` has the responses of all processes by (draw,
+        sample), with rewards as advantages. `costs` is empty, or has a flat array for each composition, which is
+        subtracted from the tokens' rewards. Collective."""
         found = [logprobs_of(composition, self.gradients, self.params) for composition in compositions]
         pairs = zip(compositions, found, strict=True)
         known = [{"values": composition.of_responses(values_BT, np.float64)} for composition, values_BT in pairs]
@@ -118,7 +118,7 @@ class Critic(Learner):
         metrics: dict[str, float] = {}
 
         def estimated(keys: Sequence[Key], lengths: np.ndarray, numbers: Arrays) -> Arrays:
-            arrays, means_R, measured = estimate(lengths, numbers, [outcomes[key] for key in keys], self.config.critic)
+            arrays, means_R, measured = estimate(lengths, numbers, [outcomes[key] for key in keys], self.config)
             means.update(zip(keys, means_R.tolist(), strict=True))
             metrics.update(measured)
             return arrays
@@ -132,15 +132,18 @@ class Critic(Learner):
 
 
 def estimate(
-    lengths: np.ndarray, numbers: Arrays, outcomes: Sequence[float], settings: CriticConfig
+    lengths: np.ndarray, numbers: Arrays, outcomes: Sequence[Sample], config: Config
 ) -> tuple[Arrays, np.ndarray, dict[str, float]]:
     """Returns advantages and returns of the tokens of a step, the mean advantage of each response, and metrics.
     `numbers` has the critic's `values`, and perhaps `costs`, which are subtracted from the tokens' rewards."""
-    rewards = terminal_rewards(np.array(outcomes), lengths)
+    turns = np.array([tokens for sample in outcomes for tokens in sample.response.turn_tokens])
+    of_turns = [reward for sample in outcomes for reward in sample.response.turn_rewards(sample.advantage)]
+    rewards = terminal_rewards(np.array(of_turns), turns)
+    discounts = np.where(terminal_rewards(np.ones(len(turns)), turns), config.algorithm.discount, 1.0)
     if "costs" in numbers:
         rewards -= numbers["costs"]
     values = numbers["values"]
-    estimates = gae(rewards, values, lengths, 1.0, settings.gae_lambda)
+    estimates = gae(rewards, values, lengths, discounts, config.critic.gae_lambda)
     returns, used = estimates + values, whitened(estimates)
     metrics = {
         "critic/explained_variance": explained_variance(values, returns),

@@ -297,7 +297,7 @@ class PolicyTrainer:
         """Gives each sample of the portions the mean advantage of its tokens."""
         assert self._critic is not None
         samples = [sample for part in portions for group in part.groups for sample in group.samples]
-        outcomes = {(sample.response.draw, sample.response.sample): sample.advantage for sample in samples}
+        outcomes = {(sample.response.draw, sample.response.sample): sample for sample in samples}
         costs = [self._config.algorithm.kl_coefficient * token_kls for token_kls in kl]
         judged, means, self._judged = self._critic.judge(compositions, outcomes, costs, self._team)
         for part in portions:
@@ -393,8 +393,8 @@ def minibatches(groups: Sequence[Group], count: int) -> list[list[Group]]:
 
 def has_gradient(groups: Iterable[Group], skip_idle: bool) -> bool:
     """Says whether there is a token to train on. With `skip_idle`, the advantage of the token must not be 0."""
-    samples = (sample for group in groups for sample in group.samples if sample.response.num_trained)
-    return any(not skip_idle or sample.advantage != 0.0 for sample in samples)
+    trained = (g.columns.advantages_GU[g.columns.numbers_G4[:, 3] > 0] for g in groups)
+    return any(len(some) and (not skip_idle or some.any()) for some in trained)
 
 
 def joined(gradients: Gradients, portions: Sequence[Portion]) -> Portion:

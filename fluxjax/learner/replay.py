@@ -56,7 +56,7 @@ class ReplayBuffer:
         and groups whose advantages are all 0, are not kept. If there is no room, the oldest groups are removed."""
         for group in groups:
             versions = [sample.response.version_span[0] for sample in group.samples if sample.response.num_trained]
-            if versions and any(sample.advantage != 0.0 for sample in group.samples):
+            if versions and group.columns.advantages_GU.any():
                 draw = group.prompt.draw
                 self._kept[draw] = _KeptGroup(group, prepared[draw], min(versions))
         self._let_go(version)
@@ -74,7 +74,7 @@ class ReplayBuffer:
         metrics = {"replay/share": len(replayed) / (len(fresh) + len(replayed)), "replay/kept": float(len(self))}
         if not replayed:
             return metrics
-        taught = [group for group in fresh if any(sample.advantage != 0.0 for sample in group.samples)] or fresh
+        taught = [group for group in fresh if group.columns.advantages_GU.any()] or fresh
         for names, groups in (
             (("replay/age", "replay/age_max"), replayed),
             (("staleness/lag_mean", "staleness/lag_max"), taught),

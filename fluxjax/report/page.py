@@ -13,7 +13,7 @@ import io
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,13 @@ from models.config import PatchLayout
 from models.processing import MediaError
 from models.processing.images import load_image
 from models.processing.media_file import opened
+from models.processing.processor import PADS
 from models.processing.settings import DecodeLimits, FrameSettings, PixelSettings
 from models.processing.videos import VideoReader
 
 from ..base.errors import DataError, said
 from ..base.medium import Media, MediaKind
+from ..base.scored import ENVIRONMENT
 from ..data.locations import is_url
 from ..data.tickets import source_of
 from .metrics import read
@@ -68,7 +70,7 @@ class Page:
                 self.samples.append(text)
                 self.steps.add(step)
                 self.size += len(text)
-                for ref in refs:
+                for ref in [*refs, *chain.from_iterable(record.get("observed", ()))]:
                     self._add_medium(ref)
 
     def _add_medium(self, ref: Sequence[str]) -> None:
@@ -95,7 +97,8 @@ class Page:
         """Returns the page, which is ASCII. The times of steps are those of the run's metrics."""
         records = [r for r in read(self.run_dir / "metrics.jsonl") if r["phase"] == "rl" and r["step"] in self.steps]
         seconds = {r["step"]: {n[8:]: float(r[n]) for n in r if n.startswith("seconds/")} for r in records}
-        head = as_json({"run": str(self.run_dir), "notes": self.notes, "seconds": seconds})
+        head = {"run": str(self.run_dir), "notes": self.notes, "seconds": seconds}
+        head = as_json(head | {"environment": ENVIRONMENT, "pads": {pad: kind for kind, pad in PADS.items()}})
         media = ",".join(f"{as_json(key)}:{medium}" for key, medium in self.media.items())
         data = f'{head[:-1]},"samples":[{",".join(self.samples)}],"media":{{{media}}}}}'
         page = importlib.resources.files(__package__ or "").joinpath("view.html").read_text(encoding="utf-8")

@@ -2,7 +2,8 @@
 
 A line is a JSON object. `numbers` has token ids, log-probs and versions, as base64 of `Response.data`; `pieces` has the
 text of each token. `refs` has kind, path, cell and stamp of each medium (`base/medium.py`); a path that is not absolute
-begins in the run's folder. Files of earlier releases lack these fields.
+begins in the run's folder. Files of earlier releases lack these fields. Episodes also have rewards of turns, and the
+references of each observation's media (`observed`).
 """
 
 import base64
@@ -56,6 +57,10 @@ def dump_samples(run_dir: pathlib.Path, step: int, groups: Sequence[Group], deco
                 "numbers": base64.b64encode(response.data).decode(),
                 "pieces": pieces(response.token_ids, decode),
             }
+            if response.rewards:
+                turns = {"turn_rewards": response.rewards, "turn_advantages": sample.turn_advantages}
+                record |= {name: [round(value, 4) for value in values] for name, values in turns.items()}
+                record["observed"] = [[_reference(m, run_dir) for m in media] for media in response.observed_media]
             if reward.seconds:  # built-in rules take no time
                 record["reward_seconds"] = round(reward.seconds, 4)
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -87,7 +92,7 @@ def _reference(media: Media, run_dir: pathlib.Path) -> list[str]:
         (run_dir / MEDIA).mkdir(exist_ok=True)
         (run_dir / path).write_bytes(media.data)
     elif media.data is None and not is_url(path):
-        path = os.path.abspath(local(path))
+        path = os.path.abspath(local(path)).removeprefix(f"{run_dir.absolute()}{os.sep}")
     return [media.kind.value, path, media.cell, media.stamp]
 
 

@@ -19,14 +19,13 @@ from models.processing.conversation import ObservationProcessor
 from models.processing.media_file import MediaError, PromptError
 
 from ..base.errors import ConfigError
-from ..base.scored import request_seed
+from ..base.scored import Turns, request_seed, turns_of
 from ..base.types import ENVIRONMENT, PreparedPrompt, Prompt, Response
 from ..batch.composer import given_response
 from ..coordinator.messages import LENGTH
 from ..environments import EnvironmentFailure, EnvironmentPool, Fault, LiveEpisode, Observed
 from .conversations import inputs_of
 
-Turns = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]  # token ids of each turn, and of the observation behind it
 LayOut = Callable[[Sequence[int], Prompt], ModelInput]  # (ids with a placeholder a medium, media) -> inputs from 0 on
 
 
@@ -88,6 +87,7 @@ class Episodes:
             versions=(*response.versions, *(ENVIRONMENT,) * count),
             media=(*response.media, *observed.media),
             rewards=rewards,
+            media_counts=(*response.media_counts, len(observed.media)),
         )
         return AnsweredTurn(longer.packed(), joined([inputs, observation], self.merge_unit), False)
 
@@ -229,16 +229,3 @@ def _is_next(seat: _Seat, response: Response, turns: Turns) -> bool:
         return False
     count = response.num_tokens - len(turns[-1][0]) - len(turns[-2][1])
     return seat.heard == response.token_ids[:count]
-
-
-def turns_of(response: Response) -> Turns:
-    """Returns (token ids of the turn, token ids of the observation behind it) for each turn of a response."""
-    turns: list[tuple[list[int], list[int]]] = []
-    for token, version in zip(response.token_ids, response.versions, strict=True):
-        if version == ENVIRONMENT:
-            turns[-1][1].append(token)
-        elif not turns or turns[-1][1]:
-            turns.append(([token], []))
-        else:
-            turns[-1][0].append(token)
-    return [(tuple(said), tuple(seen)) for said, seen in turns]

@@ -330,14 +330,23 @@ class Processor:
         """The model input of a tokenised prompt that holds one placeholder for each medium, in order. Raises
         PromptError if placeholders and media differ, MediaError for a file that can't be used."""
         self._check_placeholders(token_ids, [kind for kind, _ in media])
-        found: list[Medium] = []
-        parts: list[np.ndarray] = []
-        for kind, source in media:
-            medium, patches = self.settings.load(kind, source)
-            found.append(medium)
-            parts.append(self.settings.normalised(kind, patches))
-        outline = self.outline_of(token_ids, found)
-        return self.lay_out(outline, np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else None)
+        found, patches_PX = self._loaded(media)
+        return self.lay_out(self.outline_of(token_ids, found), patches_PX)
+
+    def prepare_response(
+        self, token_ids: Sequence[int], media: Sequence[tuple[str, Source]] = (), *, start: int = 0
+    ) -> ModelInput:
+        """The model input of a response: see `response_layout`. Raises MediaError for a file that can't be used."""
+        found, patches_PX = self._loaded(media)
+        layout = self.response_layout(token_ids, found, start=start)
+        vision = None if patches_PX is None else arranged(arrange([m.grid for m in found], self.layout), patches_PX)
+        return ModelInput(np.asarray(token_ids, np.int32), *layout, vision)
+
+    def _loaded(self, media: Sequence[tuple[str, Source]]) -> tuple[list[Medium], np.ndarray | None]:
+        """The media, and the patches of all, in order."""
+        loaded = [(kind, *self.settings.load(kind, source)) for kind, source in media]
+        parts = [self.settings.normalised(kind, patches) for kind, _, patches in loaded]
+        return [medium for _, medium, _ in loaded], (np.concatenate(parts) if parts[1:] else next(iter(parts), None))
 
     def lay_out(
         self, outline: PromptOutline, patches_PX: np.ndarray | ShadowTensor | None = None, *, start: int = 0

@@ -96,7 +96,7 @@ def assert_played(prepared: PreparedPrompt, response: Response) -> None:
         assert not set(said) & set(pad) and END not in said[:-1]
         if number < len(turns) - 1:
             assert said[-1] == END and tokenizer.decode(list(seen)).split() == ["see", "now"]
-    assert len(response.media) == len(turns) - 1 <= PICTURES
+    assert response.media_counts == (1,) * (len(turns) - 1) and len(response.media) == len(turns) - 1 <= PICTURES
     if response.media:
         inputs = prepared.responses[response.sample].laid_out()
         assert inputs.token_ids_T.tolist() == list(response.token_ids)
