@@ -1,9 +1,10 @@
-"""Runs of many episodes whose engines and environments record what they say, and the comparison with what is trained on.
+"""Runs of many episodes whose engines and environments record what they say, which is compared with what is trained on.
 
 The coordinator, the runtime, `Episodes`, and the tokenisation and the layout of observations are the real ones. Engines
 sample at random, fail, lose requests, end streams early, move responses to other engines and get new weights. Every
 sampled token has a log-prob of its own, which names its record. Environments answer by what they heard and by the seed,
-and fail, too; some are gone between two turns and hear the recorded turns again. Reports come twice, or late.
+and fail, too. Some are gone between two turns and hear the recorded turns again; a few then answer otherwise. Reports
+come twice, or late.
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ class Records:
         await self.pause()
         if self.happens(FAILS):
             raise EnvironmentFailure(Fault.DIED, "did not begin")
-        self.environments[prompt.draw].append(Sights(self, prompt.draw, seed))
+        fickle = self.dice.choice(range(1, 99)) if self.happens(0.2) else 0
+        self.environments[prompt.draw].append(Sights(self, prompt.draw, seed + fickle))
         return self.environments[prompt.draw][-1]
 
     # --- what engines get ------------------------------------------------------------------------
@@ -248,24 +250,17 @@ class Records:
             assert len(said) == 1 and not response.media
             return
         assert candidates, f"no environment heard these turns: {texts}"
-        answers = candidates[0].answers
-        assert list(response.rewards) == [answer.reward for answer in answers]
-        assert unheard or answers[-1].done or response.finish == FinishReason.LENGTH.value
-        answers = answers if unheard else answers[:-1]
-        media = tuple(medium for answer in answers for medium in answer.media)
-        assert response.media == media, "media in another order, or others"
-        single, entire = list(said[0]), list(said[0])
-        for turn, answer, following in zip(said, answers, said[1:], strict=False):
-            for ids, features in ((single, False), (entire, True)):
-                ids += observation_ids(answer, turn, features)
-                ids += following
-        assert entire == list(response.token_ids), "observations are not as the environment gave them"
+        # Answers of two environments that heard the same may differ.
+        wrong = [self._difference(response, said, environment.answers, unheard) for environment in candidates]
+        assert "" in wrong, wrong
+        seen = candidates[wrong.index("")].answers
+        single = _conversation(said, seen, False)
         self.counts["turns"] += len(said)
-        self.counts["media"] += len(media)
+        self.counts["media"] += len(response.media)
         self.lengths.add(len(said))
-        if media:
-            before = prepared.inputs.laid_out().next_position
-            assert_same(self._inputs[response.sample], lay_out(single, Prompt("", "", "", "", media=media), before))
+        if response.media:
+            before, prompt = prepared.inputs.laid_out().next_position, Prompt("", "", "", "", media=response.media)
+            assert_same(self._inputs[response.sample], lay_out(single, prompt, before))
 
     def hear(self, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> None:
         for group in groups:
@@ -273,6 +268,26 @@ class Records:
             self._inputs = {sample: inputs.laid_out() for sample, inputs in known.responses.items()}
             assert set(self._inputs) <= {s.response.sample for s in group.samples if s.response.media}
             self.compare(group, known)
+
+    @staticmethod
+    def _difference(response: Response, said: list[list[int]], answers: Sequence[Observed], unheard: bool) -> str:
+        """The first difference to what an environment answered; empty if there is none."""
+        if list(response.rewards) != [answer.reward for answer in answers]:
+            return "other rewards"
+        if not (unheard or answers[-1].done or response.finish == FinishReason.LENGTH.value):
+            return "an end too early"
+        if list(response.media) != [medium for answer in answers[: len(said) - 1] for medium in answer.media]:
+            return "other media, or in another order"
+        same = list(response.token_ids) == _conversation(said, answers, True)
+        return "" if same else "other tokens of observations"
+
+
+def _conversation(said: list[list[int]], answers: Sequence[Observed], features: bool) -> list[int]:
+    """The tokens of turns and of the observations between them."""
+    ids = list(said[0])
+    for turn, answer, following in zip(said, answers, said[1:], strict=False):
+        ids += [*observation_ids(answer, turn, features), *following]
+    return ids
 
 
 def _begins(ids: Sequence[int], stream: Stream) -> bool:
