@@ -403,7 +403,7 @@ class ComparingTrainer(Trainer):
 
 
 class AtOnce(concurrent.futures.ThreadPoolExecutor):
-    """Works in the calling thread: to lay a small observation out takes less time than another thread would begin in."""
+    """Works in the calling thread, because a small layout takes less time than another thread needs to begin."""
 
     def submit(self, fn: Any, /, *args: Any, **how: Any) -> concurrent.futures.Future[Any]:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
