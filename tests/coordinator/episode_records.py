@@ -42,7 +42,7 @@ PROCESSOR = build(["abcdefghijklmnopqrstuvwxyz 0123456789.\n"], WORDS, layout=Pa
 MERGE = PROCESSOR.layout.spatial_merge_size**2
 END, START, STOP = SPECIAL_TOKENS.index("<|endoftext|>"), *map(SPECIAL_TOKENS.index, ("<|im_start|>", "<|im_end|>"))
 DELIMITERS = TurnDelimiters((END, START), "seen.\n", " so", (STOP, START))
-SAMPLED = [PROCESSOR.tokenizer.token_to_id(token) for token in ("a", "b", " ", "c", "\n", *WORDS, "<|im_end|>")]
+SAMPLED = [PROCESSOR.encode(token)[0] for token in ("a", "b", " ", "c", "\n", *WORDS, "<|im_end|>")]
 FAILS = 0.004  # the share of requests, or of turns, of each kind of failure
 TURNS = 20
 
@@ -299,7 +299,7 @@ def _begins(ids: Sequence[int], stream: Stream) -> bool:
 
 def observation_ids(answer: Observed, turn: Sequence[int], features: bool) -> list[int]:
     """The tokens of an observation, written here letter by letter; with `features`, placeholders are repeated."""
-    token = PROCESSOR.tokenizer.token_to_id
+    token = PROCESSOR.tokenizer.get_vocab().__getitem__
     media = iter(answer.media)
     ids = [*([] if turn[-1] == END else [END]), START]
     for piece in re.findall(r"<\w+>|[\s\S]", f"seen.\n{answer.text} so"):
