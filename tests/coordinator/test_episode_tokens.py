@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import os
 
 import pytest
-from episode_records import EpisodeHistory
+from episode_records import TURNS, EpisodeHistory
 from turns import TURN, third_of
 
 from fluxjax.config.learning import AdaptiveAsyncConfig
@@ -14,7 +15,7 @@ from fluxjax.coordinator.policies.adaptive_async import AdaptiveAsync
 from fluxjax.coordinator.policies.april import April
 from fluxjax.coordinator.policies.tail_batching import TailBatching
 
-EPISODES = 10_000
+EPISODES = 1_000 if "MUTANTS_ROOT" in os.environ else 10_000  # a mutant is noticed in the first hundred
 POLICIES = {
     "synchronous": lambda: Synchronous(),
     "tail batching": lambda: TailBatching(1.5, 1.5, 1),
@@ -37,8 +38,9 @@ def test_what_is_trained_on_is_what_was_said(policy: str) -> None:
         counts += history.records.counts
         lengths |= history.records.lengths
         seed += 1
-    print(policy, dict(counts), sorted(lengths))
-    assert {1, 2, 20} <= lengths and min(counts["media"], counts["turns"]) > counts["episodes"]
+    assert {1, 2} <= lengths and max(lengths) <= TURNS
+    assert max(lengths) > 3 * TURNS / 4 or counts["episodes"] < 500
+    assert min(counts["media"], counts["turns"]) > counts["episodes"]
     assert min(counts["moved"], counts["forgotten"], counts["repeated"]) > counts["episodes"] / 50
     if policy in ("april", "adaptive async"):
         assert counts["mixed"] + counts["resumed"] > counts["episodes"] / 50, "no episode went on under new weights"
