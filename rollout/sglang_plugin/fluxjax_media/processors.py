@@ -129,5 +129,5 @@ def _check_fields(text: Any, vision: Any) -> None:
 
 
 def _tensor(value: dict[str, Any]) -> torch.Tensor:
-    data = bytearray(base64.b64decode(value["data"], validate=True))
-    return torch.frombuffer(data, dtype=DTYPES[value["dtype"]]).reshape(value["shape"])
+    data, dtype = bytearray(base64.b64decode(value["data"], validate=True)), DTYPES[value["dtype"]]
+    return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(value["shape"])
