@@ -136,8 +136,8 @@ class Player:
         prepared = PreparedPrompt(prompt, lay_out(ids, prompt))
         pool: Any = Scene(self.folder)
         episodes = Episodes(pool, ObservationProcessor(self.processor), lay_out, self.longest, seed=0)
-        request, seed = Request(prompt, self.group), request_seed(0, draw)
-        responses = [begun_of(request, sample) for sample in range(self.group)]
+        seed = request_seed(0, draw)
+        responses = [begun_of(Request(prompt, self.group), sample) for sample in range(self.group)]
         first = GenerateRequest(
             request_id(draw, 0), prepared.inputs.laid_out(), self.sampling, self.group, seed, session=session_of(prompt)
         )
@@ -146,10 +146,11 @@ class Player:
             asked = [first]
             if turn:
                 turns = [Turn(prompt, response, 0) for response in responses]
-                asked = [turn_request(each, prepared, self.sampling, seed, episodes.merge_unit) for each in turns]
-            asked = [self._as_played(each, session) for each in asked]
+                asked = [turn_request(begun, prepared, self.sampling, seed, episodes.merge_unit) for begun in turns]
+            asked = [self._as_played(request, session) for request in asked]
             played += asked
-            chunks = [chunk for each in await asyncio.gather(*(_collected(engine, a) for a in asked)) for chunk in each]
+            streams = await asyncio.gather(*(_collected(engine, request) for request in asked))
+            chunks = [chunks for stream in streams for chunks in stream]
             responses = [longer(response, said) for response, said in zip(responses, chunks, strict=True)]
             if turn < self.turns - 1:
                 answers = [await episodes.act(prepared, response) for response in responses]

@@ -80,7 +80,7 @@ def plain(rid: str, ids: list[int], **how: Any) -> dict[str, Any]:
 
 
 async def ask(client: ServerClient, body: dict[str, Any]) -> Any:
-    return await client._order("/generate", body, seconds=280.0)
+    return await client._order("/generate", body, seconds=60.0)
 
 
 async def test_streaming_equals_not_streaming(server: Subject) -> None:
