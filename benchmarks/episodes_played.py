@@ -245,12 +245,11 @@ class CountedApp:
         async def heard() -> Any:
             message = await receive()
             parts.append(message.get("body", b""))
+            if message["type"] == "http.request" and not message.get("more_body"):
+                self.bodies.append(b"".join(parts))
             return message
 
-        try:
-            await self._app(scope, heard, send)
-        finally:
-            self.bodies.append(b"".join(parts))
+        await self._app(scope, heard, send)
 
     def pixel_bytes(self) -> int:
         """Returns the bytes of pixels in all bodies since the last call, as text of base64."""
