@@ -16,7 +16,9 @@ from . import wire
 from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
 from .fleet_server import Attempt, FleetState, Seat, Server
 from .requests import ended_before
-from .sglang import SampleReply, ServerError
+from .sglang import Refused, SampleReply, ServerError
+
+KNOWN_MEDIA = 1 << 16  # names of media of a server, at most; then all media are sent again
 
 
 class FleetJob:
@@ -33,6 +35,7 @@ class FleetJob:
         self._aborted: set[int] = set()
         self._running: Attempt | None = None
         self.accepted = False  # whether the server has the complete request
+        self._left_out = False  # whether the last body lacked pixels that the server should have
         self.lost: collections.Counter[str] = collections.Counter()  # lost attempts, by the names of their servers
 
     async def run(self) -> None:
@@ -43,7 +46,12 @@ class FleetJob:
                 continue
             try:
                 await self._attempt(server)
+            except Refused:
+                if not self._left_out:
+                    raise
+                server.media = set()  # the server has dropped pixels that the body left out
             except ServerError as error:
+                server.media = set()
                 server.suspect()
                 if not server.leaving:  # a loss at a server that leaves does not count
                     self.lost[server.name] += 1
@@ -156,7 +164,10 @@ class FleetJob:
 
     async def _collect(self, attempt: Attempt) -> None:
         fleet, server, replies = self._fleet, attempt.server, attempt.replies
-        body = await asyncio.to_thread(self._body, {sample: reply.rid for sample, reply in replies.items()})
+        known, names = server.media, set[str]()
+        rids = {sample: reply.rid for sample, reply in replies.items()}
+        body = await asyncio.to_thread(self._body, rids, known, names)
+        self._left_out = not names.isdisjoint(known)
         if self._aborted & self.open:  # a sample was aborted while the body was written
             return
         self._running, attempt.heard = attempt, time.monotonic()
@@ -166,6 +177,7 @@ class FleetJob:
 
         def accepted() -> None:
             self.accepted = True
+            server.media = names | (server.media if len(server.media) < KNOWN_MEDIA else set())
             fleet.tell()
 
         ending = server.client.generate(body, list(replies.values()), fleet.limits.vocabulary, version, accepted)
@@ -185,10 +197,10 @@ class FleetJob:
         if self.open & replies.keys():  # samples that the server ended without a call of `abort`
             raise ServerError(f"{server!r} aborted {len(self.open)} samples, which nobody asked for")
 
-    def _body(self, rids: Mapping[int, str]) -> wire.Json:
-        """The body for a server that gets `rids[i]` as the id of sample `i`. Pixels are included if the fleet has a
-        `fetch`. Runs in another thread than the fleet's, since patches are many bytes. Raises EngineError if `fetch`
-        fails."""
+    def _body(self, rids: Mapping[int, str], known: Collection[str], names: set[str]) -> wire.Json:
+        """The body for a server that gets `rids[i]` as the id of sample `i`. `known` and `names`: `wire.request_body`.
+        Pixels are included if the fleet has a `fetch`. Runs in another thread than the fleet's, since patches are many
+        bytes. Raises EngineError if `fetch` fails."""
         fleet, request = self._fleet, self._request
         request = dataclasses.replace(request, prefix_ids=tuple(map(self._ids, range(request.n))))
         vision = request.prompt.vision
@@ -200,7 +212,7 @@ class FleetJob:
             request = dataclasses.replace(request, prompt=dataclasses.replace(request.prompt, vision=pixels))
         # Each event repeats all tokens so far. With about 32 events for a sample, bytes grow linearly with the length.
         interval = max(fleet.options.interval, request.sampling.max_new_tokens // 32)
-        return wire.request_body(request, rids, fleet.config, interval=interval)
+        return wire.request_body(request, rids, fleet.config, interval=interval, known=known, names=names)
 
     async def _insist(self, chosen: set[int]) -> None:
         """Aborts samples again and again until they end, since an abort may reach the server before the samples do."""

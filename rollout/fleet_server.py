@@ -136,6 +136,7 @@ class Server:
         self.waits = False  # the server starts when its seat wakes
         self.holds: Published | None = None  # the weights that the server was proven to have
         self.served: set[int] = set()  # versions of weights that the server has had in this life
+        self.media: set[str] = set()  # names of the media that the server got for conversations (`wire.completed`)
         self.down = asyncio.Event()  # set when this life ends
         self.suspected = asyncio.Event()  # set to make the watch look at the server now
         self.doubts = 0  # calls of `suspect`
@@ -298,6 +299,7 @@ class Server:
         # A server that somebody else started may still sleep from an earlier run or life.
         self.holds, self.asleep = None, self.process is None and await self.client.asleep()
         self.served.clear()
+        self.media = set()
         self.down.clear()
         self.trouble = ""
         await self._bring()

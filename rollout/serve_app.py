@@ -13,8 +13,10 @@ import dataclasses
 import functools
 import json
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import prometheus_client
 from jax.typing import DTypeLike
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -59,6 +61,7 @@ class RolloutServer:
         self._engine, self._config, self._processor = engine, config, processor
         self._info = info or {}
         self._answers: dict[str, SampleAnswer] = {}  # samples in flight, by rid
+        self._kept = OrderedDict[str, np.ndarray]()  # media of earlier turns (`wire.completed`)
         self._weights = WeightRoutes(engine, config, dtype, lambda: self._abort(""))
         self._stopping = False
         self._queried = time.monotonic(), engine.stats().tokens_generated  # seconds and tokens at the last `/v1/loads`
@@ -104,14 +107,14 @@ class RolloutServer:
         raw = await request.body()
         eos_ids = self._processor.eos_ids
         body = await asyncio.to_thread(read_body, raw, self._config.text.vocab_size, eos_ids)
-        requests = functools.partial(requests_of, body, self._config, self._processor, shadows=self._engine.shadows)
+        read = functools.partial(requests_of, shadows=self._engine.shadows, kept=self._kept)
         del raw
         for sample in body.samples:
             if sample.rid in self._answers:
                 raise BadRequest(f"rid: {sample.rid!r} is in flight already")
         call = Call(body, self._engine, self._processor, self._answers)
         try:
-            call.submit(await asyncio.to_thread(requests))
+            call.submit(await asyncio.to_thread(read, body, self._config, self._processor))
             await self._end(answer for answer in call.answers if answer.aborted or self._stopping)
         except BaseException:
             await call.close()

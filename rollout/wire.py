@@ -7,8 +7,9 @@ tokens.
 Media travel as the patches, grids and rotary positions that the trainer computes on. Patches are in raster order, as in
 Hugging Face's processors; prompts have expanded placeholders. `rollout.serve` reads this format (`FORMAT`), and so does
 SGLang with our extension (`rollout/sglang_plugin`). Only the first sample of a batch carries the patches; the other
-samples carry the key of the patches. An engine that fetches pixels itself gets tickets in place of patches
-(`SHADOW`), in the vision tower's window order.
+samples carry the key of the patches. In a conversation that goes on, only new pieces of the patches are sent
+(`completed`). An engine that fetches pixels itself gets tickets in place of patches (`SHADOW`), in the vision tower's
+window order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,6 +38,7 @@ SERVE_VERSION = "fluxjax"  # `version` of `rollout.serve` in /server_info, where
 ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: spreads consecutive seeds
 NEVER = -1e30  # the bias of forbidden tokens; JSON has no infinity
 DTYPES = ("float32", "int32")
+KEPT_BYTES = 1 << 30  # bytes of the patches that a server keeps for later turns of conversations, at most
 MOST_GRID = 1 << 16  # bound of each side of a grid, so that the product of three sides does not overflow
 SHADOW = "shadow"  # key of `patches`: {"dtype", "shape", "rows": [[ticket, start, stop], or an array of values, ...]}
 FIELDS = {"image_data": "image_token_id", "video_data": "video_token_id"}
@@ -44,10 +47,19 @@ FIELDS = {"image_data": "image_token_id", "video_data": "video_token_id"}
 # --- requests -------------------------------------------------------------------------------------
 
 
-def request_body(request: GenerateRequest, rids: Mapping[int, str], config: DecoderConfig, *, interval: int) -> Json:
+def request_body(
+    request: GenerateRequest,
+    rids: Mapping[int, str],
+    config: DecoderConfig,
+    *,
+    interval: int,
+    known: Collection[str] = (),
+    names: set[str] | None = None,
+) -> Json:
     """The body of `POST /generate` for the samples that are keys of `rids`, with an event every `interval` tokens.
-    `rollout.requests.checked` must have returned `request`. Raises EngineError for media that the format can't
-    express."""
+    `rollout.requests.checked` must have returned `request`. The body of a request with a session lacks the pixels of
+    the media that the server has by the names `known`; `names` gets the names of all its media. Raises EngineError for
+    media that the format can't express."""
     prompt, samples = request.prompt, list(rids)
     prefixes = [request.prefix_ids[i] if request.prefix_ids else () for i in samples]
     ids = prompt.token_ids_T.tolist()
@@ -62,7 +74,8 @@ def request_body(request: GenerateRequest, rids: Mapping[int, str], config: Deco
         **({"session_id": request.session} if request.session else {}),
     }
     if prompt.vision is not None:
-        for field, media in _media(prompt, config).items():
+        for field, media in _media(prompt, config, known if request.session else None).items():
+            (set() if names is None else names).update(name for name, _ in media.get("pieces", ()))
             body[field] = [
                 [
                     FORMAT
@@ -104,8 +117,9 @@ def _positions(prompt: ModelInput, begun: int) -> Json:
     }
 
 
-def _media(prompt: ModelInput, config: DecoderConfig) -> dict[str, Json]:
-    """A prompt's images and videos, by field of the body: patches are in raster order, tickets in window order."""
+def _media(prompt: ModelInput, config: DecoderConfig, known: Collection[str] | None) -> dict[str, Json]:
+    """A prompt's images and videos, by field of the body: patches are in raster order, tickets in window order. If
+    `known` is not None, each piece of the patches has a name; those of known pieces are left out."""
     vision, tower = prompt.vision, config.vision
     assert vision is not None and tower is not None  # other models refuse media
     unit = tower.merge_unit
@@ -115,7 +129,7 @@ def _media(prompt: ModelInput, config: DecoderConfig) -> dict[str, Json]:
     found: dict[str, Json] = {}
     told = 0  # tokens of the media described so far
     for field, name in FIELDS.items():
-        token = getattr(config, name)
+        token, pieces = getattr(config, name), Json()
         of_kind = shown & (prompt.token_ids_T == token)
         places = np.flatnonzero(of_kind)
         if not len(places):
@@ -133,9 +147,14 @@ def _media(prompt: ModelInput, config: DecoderConfig) -> dict[str, Json]:
         else:
             blocks_MX = patches_PX.reshape(len(patches_PX) // unit, -1)
             raster_PX = blocks_MX[prompt.feature_index_T[places]].reshape(-1, patches_PX.shape[1])
-            patches, name = array_json(raster_PX), raster_PX.tobytes()
+            pieces_PX = np.split(raster_PX, np.cumsum([len(run) * unit for run in runs])[:-1])
+            if known is not None:
+                hashes = [hashlib.sha256(piece.tobytes()).hexdigest()[:32] for piece in pieces_PX]
+                pieces_PX = [p[: 0 if h in known else None] for h, p in zip(hashes, pieces_PX, strict=True)]
+                pieces["pieces"] = list(zip(hashes, map(len, pieces_PX), strict=True))
+            patches, name = array_json(np.concatenate(pieces_PX)), raster_PX.tobytes()
         key = hashlib.sha256(b"".join([name, *(array.tobytes() for array in arrays.values())])).hexdigest()
-        found[field] = {"key": key, "patches": patches, **{name: array_json(array) for name, array in arrays.items()}}
+        found[field] = {"key": key, "patches": patches} | pieces | {k: array_json(a) for k, a in arrays.items()}
         told += len(places)
     if int(shown.sum()) != told:
         raise EngineError("the prompt shows media at tokens that are neither image nor video placeholders")
@@ -222,6 +241,8 @@ def is_shadow(patches: Any) -> bool:
 
 def patches_of(name: str, value: Any) -> np.ndarray | ShadowTensor:
     """The patches written by `array_json` (raster order) or `shadow_json` (window order). Raises BadRequest."""
+    if isinstance(value, np.ndarray):  # read before, by `completed`
+        return value
     if not is_shadow(value):
         return array_of(name, value)
     try:
@@ -238,6 +259,27 @@ def patches_of(name: str, value: Any) -> np.ndarray | ShadowTensor:
     except (TypeError, KeyError, ValueError) as error:
         raise error if isinstance(error, BadRequest) else BadRequest(f"{name}.{SHADOW}: {error!r}") from None
     return tensor
+
+
+def completed(field: str, media: Json, kept: OrderedDict[str, np.ndarray]) -> Any:
+    """The patches of a field of a body. Pieces that the body lacks are in `kept`, which gets the other pieces, and
+    drops the least recently used ones beyond `KEPT_BYTES`. Raises BadRequest."""
+    if "pieces" not in media:
+        return media.get("patches")
+    patches, found = array_of(f"{field}.patches", media.get("patches")), []
+    try:
+        for name, count in media["pieces"]:
+            if count:
+                kept[str(name)], patches = patches[:count], patches[count:]
+            found.append(kept[name])
+            kept.move_to_end(name)
+        if len(patches):
+            raise ValueError(f"{len(patches)} patches have no name")
+        while sum(piece.nbytes for piece in tuple(kept.values())) > KEPT_BYTES:
+            kept.popitem(last=False)
+        return np.concatenate(found)
+    except (TypeError, LookupError, ValueError) as error:
+        raise BadRequest(f"{field}.pieces: {error!r}: send all patches again") from None
 
 
 def _rows_of(row: list[Any]) -> Rows:

@@ -28,6 +28,7 @@ MACHINE = "fluxjax/coordinator/machine.py"
 LEDGER = "fluxjax/coordinator/ledger.py"
 EARLY = "fluxjax/coordinator/policies/early_training.py"
 SCHEDULES = "fluxjax/config/schedules.py"
+EPISODES = "fluxjax/runtime/episodes.py"
 
 # fmt: off
 MUTANTS = [
@@ -206,6 +207,15 @@ MUTANTS = [
     Mutant("no next turn", ROUNDS, "        if ledger.unturned:\n", "        if False:\n"),
     Mutant("turns weigh nothing on engines", FLEET,
            "self.running[engine] += 1\n\n    def end_sample", "pass\n\n    def end_sample"),
+    Mutant("media of observations in another order", EPISODES,
+           "media=(*response.media, *observed.media),", "media=(*observed.media, *response.media),"),
+    Mutant("a turn is tokenised again", EPISODES,
+           "token_ids=(*response.token_ids, *observation.token_ids_T.tolist()),",
+           "token_ids=(*response.token_ids[: -len(turn_ids)], *(\n                "
+           "[*self.observations.processor.encode(self._text(turn_ids)), *turn_ids][: len(turn_ids)]\n            "
+           "), *observation.token_ids_T.tolist()),"),
+    Mutant("an environment that is begun anew is believed", EPISODES,
+           "if answer.done or again.token_ids_T.tolist() != list(seen):", "if False:"),
     # --- schedules ---------------------------------------------------------------------------------
     Mutant("phases begin late", SCHEDULES,
            "bisect.bisect_right(self.starts, progress)", "bisect.bisect_left(self.starts, progress)"),

@@ -379,3 +379,15 @@ def test_bytes_of_a_decoded_token_are_those_that_its_instructions_read(monkeypat
 def test_a_decoded_token_reads_little_more_than_weights_and_real_keys_and_values():
     found = run_ahead(ROOT / "benchmarks" / "decode_bytes.py")
     assert 1 <= found["over_floor"] <= 1.3 and len(found["cases"]) == 2
+
+
+@pytest.mark.long
+@pytest.mark.turn(2)
+def test_episodes() -> None:
+    """In three turns half of the tokens and pixels are saved; tail batching gains by chance in so few steps."""
+    line = result("episodes", "--small")
+    assert line["benchmark"] == "episodes" and line["turns"] == 3
+    assert min(line["prefill_saving"], line["prefill_saving_qwen3_5"]) > 0.3
+    assert line["pixel_saving"] == min(line[f"pixel_saving_{way}"] for way in ("servers", "tickets", "trainer")) > 0.4
+    assert line["prefill"]["tokens"]["kept"] > 0 and line["tail_speedup"] > 0
+    assert refusal("episodes", "--turns=1").startswith("error: --turns must be 2 to 16")

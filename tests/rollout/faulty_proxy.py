@@ -299,6 +299,7 @@ class Servers:
         self.upstream: list[str] = []  # addresses of the servers themselves
         self.proxies: list[FaultyProxy] = []
         self.engines: list[JaxEngine] = []
+        self.servers: list[RolloutServer] = []
         self._loop = asyncio.new_event_loop()
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -328,6 +329,7 @@ class Servers:
             for _ in range(self._count):
                 self.engines.append(engine(model(self._kind), **self._sizes))
                 server = RolloutServer(self.engines[-1], model(self._kind).config, processor(self._kind))
+                self.servers.append(server)
                 self.upstream.append(await stack.enter_async_context(answering(self.engines[-1], server)))
                 self.proxies.append(await stack.enter_async_context(FaultyProxy(self.upstream[-1]).running()))
             ready.set_result(None)

@@ -3,6 +3,7 @@
 29. A turn goes to the server that has its conversation, and computes what is new there.
 30. If that server is lost, leaves or is full, another server computes the history, and no token changes.
 31. `end_session` reaches the servers of the session, and frees what they keep.
+32. Pixels go to a server once in a conversation, and again to one that has them no longer.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from session_cases import Episode, ask, text
 
 import models
 from models.inputs import text_input
+from rollout import serve_requests, wire
 from rollout.engine import GenerateRequest, SamplingParams
 from rollout.fleet import Fleet
 from rollout.fleet_requests import FleetJob
@@ -111,6 +113,32 @@ async def test_29_to_31_a_conversation_stays_on_its_server_and_leaves_it_without
             assert reply.status == 200 and kept.pool.free == kept.pool.total
         async with client.post(f"{servers.upstream[1]}/end_session", json={"session_id": ""}) as reply:
             assert reply.status == 400 and "session_id must be a string that is not empty" in await reply.text()
+
+
+@pytest.mark.slow
+async def test_32_pixels_travel_once(servers, fleet, monkeypatch):
+    sent: list[int] = []
+
+    def counted(field: str, media: wire.Json, kept: Any) -> Any:
+        sent.append(media["patches"]["shape"][0])
+        return wire.completed(field, media, kept)
+
+    monkeypatch.setattr(serve_requests, "completed", counted)
+    await asyncio.gather(*(each.update_weights(1, models.split(model("vl"))[1]) for each in fleet.seats))
+    episodes, patches = begin("once", 2), []
+    for number in range(5):
+        server = fleet.homes["once"][0] if number else None
+        if number == 3:  # the server has dropped all pixels, and so answers that it has not got them
+            for running in servers.servers:
+                running._kept.clear()
+        sent.clear()
+        await turn(fleet.seats[0], episodes, number)
+        patches.append(sum(sent))
+        assert fleet.homes["once"][0] is server or number in (0, 3)
+    every = [sum(len(e.request("").prompt.vision.patches_PX) for e in episodes)]
+    shapes = [int(np.prod(grid)) for _, grid, _ in MEDIA]
+    assert patches[0] == shapes[0] and max(patches[1:3]) <= 2 * max(shapes), (patches, every)
+    assert patches[3] > 2 * patches[2] and patches[4] <= 2 * max(shapes), (patches, every)
 
 
 async def test_30_a_turn_leaves_a_server_that_is_full_or_can_not_be_used():

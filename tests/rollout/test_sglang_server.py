@@ -48,7 +48,7 @@ from rollout import wire
 from rollout.engine import FinishReason, WeightsMismatch
 from rollout.local_server import LocalServer
 from rollout.requests import checked
-from rollout.sglang import Refused, SampleReply, ServerClient
+from rollout.sglang import Refused, SampleReply, ServerClient, ServerError
 from rollout.weights.published import Checksums
 
 # Tests that share one server run in every turn; those that start servers of their own say in which.
@@ -100,16 +100,20 @@ async def test_streaming_equals_not_streaming(server: Subject) -> None:
 
 
 async def test_a_conversation_goes_on_from_its_cached_turns(server: Subject) -> None:
-    """Several turns have images. The server needs only the same tokens and pixels again to use its cache."""
+    """Several turns have images. The server needs only the same tokens again, and the pixels of the last turn."""
     async with client_at(server.address) as client:
         await server.serve()
         config = model("vl").config
         media = [("image", (1, 4, 8), 1), ("video", (2, 4, 4), 2), ("image", (1, 4, 4), 3), ("image", (1, 8, 4), 4)]
         episode = Episode("conversation", 0, [text(20, 1), media[0], text(5, 2)], config=config)
-        known = 0  # tokens of the last turn, and of its answer but the last token
+        known, names = 0, set[str]()  # tokens of the last turn, and of its answer but the last token; media so far
         for turn in range(4):
             asked = checked(episode.request(f"turn {turn}"), server.fleet.limits)  # type: ignore[union-attr]
-            body = wire.request_body(asked, {0: f"turn-{turn}"}, config, interval=3)
+            body = wire.request_body(
+                asked, {0: f"turn-{turn}"}, config, interval=3, known=frozenset(names), names=names
+            )
+            sent = [wire.our_media(field, body[field][0][0])["patches"] for field in wire.FIELDS if field in body]
+            assert sum(patches["shape"][0] for patches in sent) == int(np.prod(media[turn][1]))
             (answer,) = await ask(client, {**body, "stream": False})
             assert answer["meta_info"]["cached_tokens"] >= known - 1, "the history was computed again"
             ids, prompt = answer["output_ids"], asked.prompt
@@ -118,6 +122,16 @@ async def test_a_conversation_goes_on_from_its_cached_turns(server: Subject) -> 
             np.testing.assert_allclose(logprobs, expected, rtol=0, atol=GAP)
             known = len(prompt) + len(ids) - 1
             episode.add(Answer(tuple(ids)), text(3, turn), media[(turn + 1) % 4], text(6, 9 + turn))
+        forgotten = Episode("forgotten", 0, [text(20, 1), ("image", (1, 4, 8), 99), text(5, 2)], config=config)
+        asked = checked(forgotten.request("forgotten"), server.fleet.limits)  # type: ignore[union-attr]
+        wire.request_body(asked, {0: "forgotten"}, config, interval=3, names=(lost := set[str]()))
+        body = wire.request_body(asked, {0: "forgotten"}, config, interval=3, known=lost)
+        with pytest.raises(Refused, match="are not here any more: send them again"):
+            await ask(client, {**body, "stream": False})
+        reply = SampleReply("forgotten")
+        with pytest.raises((Refused, ServerError), match="are not here any more: send them again"):
+            async for _ in client.generate(dict(body), [reply], config.text.vocab_size, 0):
+                pass
         await server.engine.end_session("conversation")  # SGLang has no such order, which is no error
 
 

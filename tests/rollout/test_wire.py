@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -56,6 +57,48 @@ def test_media_come_back_bit_for_bit(kind: str, name: str) -> None:
                 media[field] = {**first, **own}  # patches are with the first sample
         back = wire.given_prompt(body["input_ids"][sample], begun, media, config)
         same(back, prompt)
+
+
+@pytest.mark.parametrize("kind", ["vl", "qwen3_vl"])
+def test_a_body_lacks_the_pixels_that_the_server_has(kind: str) -> None:
+    """The server puts them together again, bit for bit, or says which are missing."""
+    prompt, config, names = prompts(kind)["mixed"], model(kind).config, set[str]()
+    kept = OrderedDict[str, np.ndarray]()
+    asked = checked(dataclasses.replace(request("a", prompt, max_new_tokens=8), session="s"), limits(kind))
+    size = len(prompt.vision.patches_PX)  # type: ignore[union-attr]
+
+    def back(known: set[str]) -> tuple[int, ModelInput]:
+        body = wire.request_body(asked, {0: "r"}, config, interval=1, known=known, names=names)
+        media = {field: wire.our_media(field, body[field][0][0]) for field in wire.FIELDS}
+        sent = sum(wire.array_of("patches", entry["patches"]).shape[0] for entry in media.values())
+        media = {field: {**entry, "patches": wire.completed(field, entry, kept)} for field, entry in media.items()}
+        return sent, wire.given_prompt(body["input_ids"][0], 0, media, config)
+
+    sent, first = back(set())
+    same(first, prompt)
+    assert sent == size and names == kept.keys()
+    sent, again = back(set(list(names)[1:]))
+    same(again, prompt)
+    assert 0 < sent < size
+    sent, nothing = back(names)
+    same(nothing, prompt)
+    assert sent == 0
+    kept.popitem()
+    with pytest.raises(wire.BadRequest, match=r"pieces: .*send all patches again"):
+        back(names)
+    for pieces in (3, [["a"]], [["a", -1]], [[{}, 1]], [], "ab", [["a", 1], ["a", 0.5]]):
+        entry = {"pieces": pieces, "patches": wire.array_json(np.zeros((4, 2), np.float32))}
+        with pytest.raises(wire.BadRequest, match=r"image_data\.pieces"):
+            wire.completed("image_data", entry, OrderedDict())
+
+
+def test_a_server_drops_the_oldest_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "KEPT_BYTES", 3 * 4 * 2 * 4)
+    kept = OrderedDict[str, np.ndarray]()
+    patches = wire.array_json(np.arange(8, dtype=np.float32).reshape(4, 2))
+    for name in "abcad":
+        wire.completed("image_data", {"pieces": [[name, 4]], "patches": patches}, kept)
+    assert list(kept) == ["c", "a", "d"]
 
 
 @pytest.mark.medium

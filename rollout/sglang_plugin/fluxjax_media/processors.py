@@ -3,6 +3,7 @@
 
 An entry of `image_data` or `video_data` is a string: `FORMAT`, then `{"key": ..., "patches": ..., "grid_thw": ...,
 "offsets": ..., "positions": ..., "position_delta": ...}`. Only the first of several samples of a prompt has patches.
+With `pieces`, `[[name, count], ...]`, those with a count of 0 came with an earlier turn of the conversation.
 A server without this extension answers that the entry is no image.
 """
 
@@ -58,15 +59,14 @@ class GivenPatches(QwenVLImageProcessor):
         entry = json.loads(entry[len(FORMAT) :])
         key = entry["key"]
         if "patches" in entry:
-            self._keep(key, {name: _tensor(entry[name]) for name in ("patches", "grid_thw", "offsets")})
-        if key not in self._kept:
-            raise ValueError(f"media {key} are not here any more: send them again, or raise FLUXJAX_MEDIA_BYTES")
-        self._kept.move_to_end(key)
-        grids = self._kept[key]["grid_thw"].long()
+            told = {name: _tensor(entry[name]) for name in ("patches", "grid_thw", "offsets")}
+            self._keep(key, told | {"patches": self._completed(told["patches"], entry.get("pieces"))})
+        media = self._found(key)
+        grids = media["grid_thw"].long()
         given = {
             "format": "processor_output",
-            f"pixel_values{kind}": self._kept[key]["patches"],
-            "offsets": self._kept[key]["offsets"].long(),  # first and last token of each frame pair
+            f"pixel_values{kind}": media["patches"],
+            "offsets": media["offsets"].long(),  # first and last token of each frame pair
             # Positions of the prompt and of its response so far; they are equal in image and video entries.
             "mrope_positions": _tensor(entry["positions"]).long(),
             "mrope_position_delta": torch.tensor([[entry["position_delta"]]]),
@@ -92,6 +92,20 @@ class GivenPatches(QwenVLImageProcessor):
                 item.hash = int.from_bytes(digest.digest()[:8], "big")
         return mm_items
 
+    def _completed(self, patches: torch.Tensor, pieces: list[Any] | None) -> torch.Tensor:
+        """The patches of all pieces, as `rollout.wire.completed` has them."""
+        for name, count in pieces or ():
+            if count:
+                self._keep(name, {"patches": patches[:count].clone()})
+                patches = patches[count:]
+        return torch.cat([self._found(name)["patches"] for name, _ in pieces]) if pieces else patches
+
+    def _found(self, key: str) -> dict[str, Any]:
+        if key not in self._kept:
+            raise ValueError(f"media {key} are not here any more: send them again, or raise FLUXJAX_MEDIA_BYTES")
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
     def _keep(self, key: str, tensors: dict[str, torch.Tensor]) -> None:
         if key in self._kept:
             return
@@ -115,5 +129,5 @@ def _check_fields(text: Any, vision: Any) -> None:
 
 
 def _tensor(value: dict[str, Any]) -> torch.Tensor:
-    data = bytearray(base64.b64decode(value["data"], validate=True))
-    return torch.frombuffer(data, dtype=DTYPES[value["dtype"]]).reshape(value["shape"])
+    data, dtype = bytearray(base64.b64decode(value["data"], validate=True)), DTYPES[value["dtype"]]
+    return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(value["shape"])
