@@ -122,7 +122,7 @@ def test_a_run_of_episodes_that_is_killed_goes_on_with_the_same_bits(tmp_path: p
         ({"environment": "test_episode_runs:Silent"}, "data.sources.count: environment 'test_.*' has no demonstrate"),
         (
             {"environment": "no_such:Thing"},
-            "data.sources.count: environment is 'no_such:Thing', but importing 'no_such'",
+            "sources.count: environment is 'no_such:Thing', but importing 'no_such'",
         ),
         ({"environment_arguments": {"speed": 1}}, "data.sources.count: .*can't take the arguments {'speed': 1}"),
     ],
