@@ -37,3 +37,16 @@ class Counting:
 
     def _pictures(self) -> list[np.ndarray]:
         return [np.full((28, 28 * (1 + self.at % 2), 3), 20 * self.at, np.uint8)] if self.pictures else []
+
+
+class Troubled(Counting):
+    """Misbehaves in the first turn in the way that the prompt names."""
+
+    def reset(self, prompt: Prompt, seed: int) -> Observation:
+        self.how = prompt.text
+        return super().reset(prompt, seed)
+
+    def step(self, text: str) -> Observation:
+        from environments.hostile import Hostile
+
+        return super().step(text) if self.how == "go on" else Hostile().step(self.how)

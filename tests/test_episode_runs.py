@@ -22,6 +22,14 @@ from fluxjax.run.play import observations_of
 from fluxjax.run.trainer import FluxTrainer
 from models.processing.tiny import build as build_processor
 
+TROUBLE = {  # of an environment in its turn, and what the summary says of it
+    "hangs": "2 s",
+    "raises": "KeyError: 'nothing here'",
+    "leaks": "needs more than 0.3 GiB of memory",
+    "corrupt image": "a medium can't be used",
+    "much text": "text has more than 10000 bytes",
+    "another type": "returned str, expected an Observation",
+}
 TEXT, VLM = "configs/text.py:debug", "configs/vlm.py:debug"
 
 
@@ -100,6 +108,24 @@ def test_an_environment_that_raises_is_named_and_costs_its_prompt_alone(tmp_path
     assert result.complete
     [(name, reasons)] = result.environments_failed.items()
     assert name == "counting:Counting" and all("does not like c" in reason for reason in reasons)
+
+
+@pytest.mark.slow
+def test_hostile_environments_are_named_and_the_end_is_clean(tmp_path: pathlib.Path) -> None:
+    words = own(tmp_path, steps=2, warm_start__steps=0, data__environments__seconds=2.0, evaluation__samples=12)
+    config = load([*words, f"--config.run_dir={tmp_path / 'run'}"])
+    source, environments = config.data.sources["count"], config.data.environments
+    source.environment, environments.memory_gib, environments.text_bytes = "counting:Troubled", 0.3, 10_000
+    records = [{"id": str(n), "prompt": how, "answer": LETTERS} for n, how in enumerate([*TROUBLE, *["go on"] * 6])]
+    source.path = source.eval_path = str(write_jsonl(tmp_path / "hostile.jsonl", records))
+    with FluxTrainer(config) as trainer:
+        result = trainer.fit().summary
+    assert result.complete and result.steps == 2 and set(result.accuracy["count"]) == {"start", "end"}
+    [(name, reasons)] = result.environments_failed.items()
+    assert name == "counting:Troubled"
+    for text in TROUBLE.values():
+        assert any(text in reason for reason in reasons), text
+    assert any(reason.startswith("failed ") for reason in result.samples_skipped)
 
 
 @pytest.mark.long

@@ -34,10 +34,6 @@ class LakesRecipe:
     holes: float = 0.25  # share of the fields
     question: str = "Walk to the present: left, down, right, up."
 
-    def enlarged(self, cell: int) -> LakesRecipe:
-        """Returns the recipe as it is: the environment draws the pictures."""
-        return self
-
     def build(self, folder: pathlib.Path) -> None:
         """Writes `train.jsonl` and `eval.jsonl`. An answer has further arguments of `gymnasium.make`."""
         rng, maps = np.random.default_rng(self.seed), dict[tuple[str, ...], None]()
@@ -90,10 +86,6 @@ class TagsRecipe:
     frame: int = 5  # pixels around it
     question: str = "<image>{call}Digit?"
 
-    def enlarged(self, cell: int) -> TagsRecipe:
-        """Returns the recipe as it is: `data.max_pixels` decides what the model sees."""
-        return self
-
     def build(self, folder: pathlib.Path) -> None:
         """Writes `images/`, `train.jsonl` and `eval.jsonl`. No training record has a photograph or a scan of the
         held-out ones."""
@@ -140,10 +132,6 @@ class SumsRecipe:
     seed: int = 0
     train: int = 4000
     held_out: int = 200
-
-    def enlarged(self, cell: int) -> SumsRecipe:
-        """Returns the recipe as it is, since there are no pictures."""
-        return self
 
     def build(self, folder: pathlib.Path) -> None:
         """Writes `train.jsonl` and `eval.jsonl`; no product is in both."""

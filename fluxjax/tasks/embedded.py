@@ -41,7 +41,7 @@ from ..base.process import cache_folder
 from ..config.run_folder import lock_file
 
 Record: TypeAlias = Mapping[str, object]
-Recipe: TypeAlias = Any  # a dataclass with `enlarged` and `build`, such as `StringsRecipe`
+Recipe: TypeAlias = Any  # a dataclass with `build`, such as `StringsRecipe`, and `enlarged` if `cell` concerns it
 RECIPES: Mapping[str, Recipe] = ByName(
     __name__,
     {
@@ -65,7 +65,7 @@ def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = Non
             f"data.sources.{name} has no path and is no embedded data set; embedded are {', '.join(RECIPES)}"
         )
     chosen = recipe or RECIPES[name]
-    chosen = chosen.enlarged(cell) if cell else chosen
+    chosen = chosen.enlarged(cell) if cell and hasattr(chosen, "enlarged") else chosen
     folder = (pathlib.Path(root).expanduser() if root else cache_folder()) / f"{name}-{digest(chosen)}"
 
     def write(temporary: pathlib.Path) -> None:
@@ -154,10 +154,6 @@ class StringsRecipe:
     letters: str = "abcdef"
     max_length: int = 5
     question: str = "Reverse {}:"
-
-    def enlarged(self, cell: int) -> StringsRecipe:
-        """Returns the recipe as it is, since there are no pictures."""
-        return self
 
     def build(self, folder: pathlib.Path) -> None:
         """Writes `train.jsonl` and `eval.jsonl`; no string is in both. All lengths are equally frequent until the short
