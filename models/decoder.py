@@ -22,21 +22,20 @@ from sharding.kernels.attention import packed_attention
 from sharding.kernels.delta_heads import DeltaHeads
 from sharding.vocab import token_logprobs
 from sharding.walk import Params, Stack, Walk
-from sharding.weights import WeightSpec, weight
+from sharding.weights import WeightSpec, weight, zeros
 
 from .config import DecoderConfig, TextConfig
 from .inputs import PackedTokens, VisionInput
 from .layers import (
     Embedding,
     GatedMLP,
-    Normal,
     RMSNorm,
     add_bias,
     kept_in_loop,
+    normal,
     project,
     rotary_frequencies,
     rotate,
-    zeros,
 )
 
 Rotary: TypeAlias = tuple[Array, Array]  # cosine and sine [B, T, R] of the rotated numbers of a head, float32
@@ -57,25 +56,25 @@ class SelfAttention(nnx.Module):
     """Projections of grouped-query attention, with the biases, head norms and output gate that the configuration asks
     for. With a gate, axis `C` of `q` has each head's queries, then the head's gate."""
 
-    def __init__(self, config: TextConfig, rngs: nnx.Rngs, stack: int | None) -> None:
+    def __init__(self, config: TextConfig, stack: int | None) -> None:
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        init = Normal(config.initializer_range)
+        init = normal(config.initializer_range)
         queries, axes = ((N, 2, H), ("N", "C", "H")) if config.output_gate else ((N, H), ("N", "H"))
-        self.q = weight(rngs, WeightSpec((D, *queries), ("D", *axes), init, inputs=1), stack)
-        self.k = weight(rngs, WeightSpec((D, K, H), ("D", "K", "H"), init, inputs=1), stack)
-        self.v = weight(rngs, WeightSpec((D, K, H), ("D", "K", "H"), init, inputs=1), stack)
-        self.o = weight(rngs, WeightSpec((N, H, D), ("N", "H", "D"), init, inputs=2), stack)
+        self.q = weight(WeightSpec((D, *queries), ("D", *axes), init, inputs=1), stack)
+        self.k = weight(WeightSpec((D, K, H), ("D", "K", "H"), init, inputs=1), stack)
+        self.v = weight(WeightSpec((D, K, H), ("D", "K", "H"), init, inputs=1), stack)
+        self.o = weight(WeightSpec((N, H, D), ("N", "H", "D"), init, inputs=2), stack)
         self.config = config
         if config.qkv_bias:
-            self.q_bias = weight(rngs, WeightSpec(queries, axes, zeros), stack)
-            self.k_bias = weight(rngs, WeightSpec((K, H), ("K", "H"), zeros), stack)
-            self.v_bias = weight(rngs, WeightSpec((K, H), ("K", "H"), zeros), stack)
+            self.q_bias = weight(WeightSpec(queries, axes, zeros), stack)
+            self.k_bias = weight(WeightSpec((K, H), ("K", "H"), zeros), stack)
+            self.v_bias = weight(WeightSpec((K, H), ("K", "H"), zeros), stack)
         if config.o_bias:
-            self.o_bias = weight(rngs, WeightSpec((D,), ("D",), zeros), stack)
+            self.o_bias = weight(WeightSpec((D,), ("D",), zeros), stack)
         if config.head_norm:
             eps, zero_centred = config.rms_norm_eps, config.zero_centred_norms
-            self.q_norm = RMSNorm(H, eps, rngs, stack, axis="H", zero_centred=zero_centred)
-            self.k_norm = RMSNorm(H, eps, rngs, stack, axis="H", zero_centred=zero_centred)
+            self.q_norm = RMSNorm(H, eps, stack, axis="H", zero_centred=zero_centred)
+            self.k_norm = RMSNorm(H, eps, stack, axis="H", zero_centred=zero_centred)
 
     def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, mix: Mix[Aux]) -> tuple[Float[Array, "B T D"], Aux]:
         q, k, v = project(x, self.q), project(x, self.k), project(x, self.v)
@@ -91,13 +90,13 @@ class SelfAttention(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, config: TextConfig, rngs: nnx.Rngs, stack: int | None = None) -> None:
+    def __init__(self, config: TextConfig, stack: int | None = None) -> None:
         D, F, std = config.hidden_size, config.intermediate_size, config.initializer_range
         eps, zero_centred = config.rms_norm_eps, config.zero_centred_norms
-        self.attention_norm = RMSNorm(D, eps, rngs, stack, zero_centred=zero_centred)
-        self.attention = SelfAttention(config, rngs, stack)
-        self.mlp_norm = RMSNorm(D, eps, rngs, stack, zero_centred=zero_centred)
-        self.mlp = GatedMLP(D, F, bias=False, std=std, rngs=rngs, stack=stack)
+        self.attention_norm = RMSNorm(D, eps, stack, zero_centred=zero_centred)
+        self.attention = SelfAttention(config, stack)
+        self.mlp_norm = RMSNorm(D, eps, stack, zero_centred=zero_centred)
+        self.mlp = GatedMLP(D, F, bias=False, std=std, stack=stack)
 
     def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, mix: Mix[Aux]) -> tuple[Float[Array, "B T D"], Aux]:
         out, aux = self.attention(self.attention_norm(x), rotary, mix)
@@ -132,15 +131,15 @@ class Decoder(nnx.Module):
 
     config: DecoderConfig
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         text = config.text
         self.config = config
         self.rotary_dim = text.rotary_dim
-        self.embedding = Embedding(text.vocab_size, text.hidden_size, text.initializer_range, rngs)
-        self.layers = DecoderLayer(text, rngs, stack=len(text.attention_layers))
-        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, rngs, zero_centred=text.zero_centred_norms)
+        self.embedding = Embedding(text.vocab_size, text.hidden_size, text.initializer_range)
+        self.layers = DecoderLayer(text, stack=len(text.attention_layers))
+        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, zero_centred=text.zero_centred_norms)
         if not text.tie_word_embeddings:
-            self.head = Embedding(text.vocab_size, text.hidden_size, text.initializer_range, rngs)
+            self.head = Embedding(text.vocab_size, text.hidden_size, text.initializer_range)
 
     @property
     def stack(self) -> Stack:
@@ -305,8 +304,7 @@ def logprobs(
 def value_model(policy: Decoder) -> Decoder:
     """The abstract critic of `policy`: the same decoder with a head of one row. `policy` may be abstract."""
     critic = shapes_only(policy)
-    width = critic.config.text.hidden_size
-    critic.head = nnx.eval_shape(lambda: Embedding(1, width, 0.0, nnx.Rngs(0)))
+    critic.head = Embedding(1, critic.config.text.hidden_size, 0.0)
     return critic
 
 

@@ -13,8 +13,6 @@ from .config import DecoderConfig, JsonObject, ModelConfigError, NameLayout
 from .folder import one_line
 
 if TYPE_CHECKING:
-    from flax.nnx import Rngs
-
     from .decoder import Decoder
     from .tensor_names import TensorName
 
@@ -32,7 +30,7 @@ class Architecture:
     name: str  # in `architectures` of config.json
     read: Callable[[JsonObject], DecoderConfig]
     write: Callable[[DecoderConfig], dict[str, Any]]
-    model: Callable[[DecoderConfig, "Rngs"], "Decoder"]
+    model: Callable[[DecoderConfig], "Decoder"]  # with shapes for weights
     tensor_names: Callable[[DecoderConfig, Mapping[Any, Any]], "list[TensorName]"]
     published: NameLayout = NameLayout.FLAT  # layout of published checkpoints, which SGLang reads
     rope_index: Callable[..., tuple[np.ndarray, int]] | None = None  # None: the model reads text only

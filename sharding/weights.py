@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-Initializer = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
+# Makes initial values of a shape on the host, with a generator of random numbers
+Initializer = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 A, B = "_lora_a", "_lora_b"  # suffixes of the names of a weight's two adapters
 CUT = ("V", "F", "D", "N", "K", "H", "X")  # logical axes, in the order in which `cut_of` tries them
 
@@ -56,18 +57,18 @@ class WeightSpec:
         return dataclasses.replace(self, shape=shape, axes=axes, outputs_first=True)
 
 
+def zeros(_: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
 Weight: TypeAlias = tuple[WeightSpec, jax.Array]
 Path: TypeAlias = tuple[Any, ...]
 
 
-def weight(rngs: nnx.Rngs, spec: WeightSpec, stack: int | None = None) -> nnx.Param:
-    """Creates the declared weight; with `stack`, `stack` weights, sampled independently, along a leading axis."""
-    if stack is None:
-        value = spec.init(rngs.params(), spec.shape, spec.dtype)
-    else:
-        keys = jax.random.split(rngs.params(), stack)
-        value = jax.vmap(lambda key: spec.init(key, spec.shape, spec.dtype))(keys)
-    return nnx.Param(value, spec=spec)
+def weight(spec: WeightSpec, stack: int | None = None) -> nnx.Param:
+    """The declared weight, as a shape; with `stack`, `stack` weights along a leading axis."""
+    shape = spec.shape if stack is None else (stack, *spec.shape)
+    return nnx.Param(jax.ShapeDtypeStruct(shape, spec.dtype), spec=spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,15 +203,13 @@ def attach(model: nnx.Module, paths: Iterable[Path], rank: int, factor: float, i
         if not frozen.lora:
             continue
         inputs, outputs = slice(None, spec.inputs), slice(spec.inputs, None)
-        zeros = nnx.initializers.zeros_init()
         declared = (
             WeightSpec((*spec.shape[inputs], rank), (*spec.axes[inputs], "R"), init_a, inputs=spec.inputs),
             WeightSpec((rank, *spec.shape[outputs]), ("R", *spec.axes[outputs]), zeros, inputs=1),
         )
-        layers = variable.shape[: len(variable.shape) - len(spec.shape)]
+        stack = variable.shape[0] if len(variable.shape) > len(spec.shape) else None
         for name, adapter in zip(beside(path), declared, strict=True):
-            shape = jax.ShapeDtypeStruct((*layers, *adapter.shape), adapter.dtype)
-            setattr(parent, name[-1], nnx.Param(shape, spec=adapter))
+            setattr(parent, name[-1], weight(adapter, stack))
 
 
 def with_product(spec: WeightSpec, weight: Array, a: Array, b: Array) -> Array:

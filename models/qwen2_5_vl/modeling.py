@@ -16,12 +16,12 @@ from jaxtyping import Array, Float, Int
 from sharding.kernels.attention import segment_attention
 from sharding.spread.ulysses import Attention
 from sharding.walk import Stack, Walk
-from sharding.weights import WeightSpec, weight
+from sharding.weights import WeightSpec, weight, zeros
 
 from ..config import DecoderConfig, VisionConfig
 from ..decoder import Decoder, DeepFeatures
 from ..inputs import VisionInput
-from ..layers import GatedMLP, LayerNorm, Normal, PlainMLP, RMSNorm, add_bias, gelu, project, rotate, zeros
+from ..layers import GatedMLP, LayerNorm, PlainMLP, RMSNorm, add_bias, gelu, normal, project, rotate
 
 NORM_EPS = 1e-6  # not a setting of the published configurations
 
@@ -29,12 +29,12 @@ NORM_EPS = 1e-6  # not a setting of the published configurations
 class PatchEmbed(nnx.Module):
     """A 3-D convolution whose stride is its kernel: one matrix over the flattened patch, with or without a bias."""
 
-    def __init__(self, config: VisionConfig, rngs: nnx.Rngs, *, bias: bool = False) -> None:
+    def __init__(self, config: VisionConfig, *, bias: bool = False) -> None:
         shape = (config.patch_values, config.hidden_size)
-        self.kernel = weight(rngs, WeightSpec(shape, ("X", "D"), Normal(config.initializer_range)))
+        self.kernel = weight(WeightSpec(shape, ("X", "D"), normal(config.initializer_range)))
         self.bias = bias
         if bias:
-            self.kernel_bias = weight(rngs, WeightSpec(shape[1:], ("D",), zeros))
+            self.kernel_bias = weight(WeightSpec(shape[1:], ("D",), zeros))
 
     def __call__(self, patches: Float[Array, "P X"]) -> Float[Array, "P D"]:
         kernel = self.kernel[...]
@@ -46,20 +46,20 @@ class VisionBlock(nnx.Module):
     """Pre-norm attention and MLP, all with biases. `q`, `k`, `v` are one weight (axis `C`). `plain` blocks have layer
     norms and an MLP without gate, other blocks have RMS norms and a gated MLP."""
 
-    def __init__(self, config: VisionConfig, rngs: nnx.Rngs, stack: int | None = None, *, plain: bool = False) -> None:
+    def __init__(self, config: VisionConfig, stack: int | None = None, *, plain: bool = False) -> None:
         D, F, N, H = config.hidden_size, config.intermediate_size, config.num_heads, config.head_dim
-        init, std = Normal(config.initializer_range), config.initializer_range
+        init, std = normal(config.initializer_range), config.initializer_range
         norm = LayerNorm if plain else RMSNorm
-        self.attention_norm = norm(D, NORM_EPS, rngs, stack)
-        self.qkv = weight(rngs, WeightSpec((D, 3, N, H), ("D", "C", "N", "H"), init), stack)
-        self.qkv_bias = weight(rngs, WeightSpec((3, N, H), ("C", "N", "H"), zeros), stack)
-        self.o = weight(rngs, WeightSpec((N, H, D), ("N", "H", "D"), init, inputs=2), stack)
-        self.o_bias = weight(rngs, WeightSpec((D,), ("D",), zeros), stack)
-        self.mlp_norm = norm(D, NORM_EPS, rngs, stack)
+        self.attention_norm = norm(D, NORM_EPS, stack)
+        self.qkv = weight(WeightSpec((D, 3, N, H), ("D", "C", "N", "H"), init), stack)
+        self.qkv_bias = weight(WeightSpec((3, N, H), ("C", "N", "H"), zeros), stack)
+        self.o = weight(WeightSpec((N, H, D), ("N", "H", "D"), init, inputs=2), stack)
+        self.o_bias = weight(WeightSpec((D,), ("D",), zeros), stack)
+        self.mlp_norm = norm(D, NORM_EPS, stack)
         if plain:
-            self.mlp = PlainMLP(D, F, std=std, rngs=rngs, stack=stack)
+            self.mlp = PlainMLP(D, F, std=std, stack=stack)
         else:
-            self.mlp = GatedMLP(D, F, bias=True, std=std, rngs=rngs, stack=stack)
+            self.mlp = GatedMLP(D, F, bias=True, std=std, stack=stack)
 
     def __call__(self, x: Float[Array, "P D"], rotary: tuple[Array, Array], attend: Attention) -> Float[Array, "P D"]:
         """`attend(q, k, v) -> out`, all `[P, N, H]`."""
@@ -73,16 +73,16 @@ class VisionBlock(nnx.Module):
 class PatchMerger(nnx.Module):
     """Joins every `merge_unit` neighbouring patches (one merge block) into one text-width feature."""
 
-    def __init__(self, config: VisionConfig, rngs: nnx.Rngs, norm: RMSNorm | LayerNorm) -> None:
+    def __init__(self, config: VisionConfig, norm: RMSNorm | LayerNorm) -> None:
         """`norm` is over one patch, or over all patches of a merge block."""
         inner = config.hidden_size * config.merge_unit
-        init = Normal(config.initializer_range)
+        init = normal(config.initializer_range)
         self.width = inner
         self.norm = norm
-        self.up = weight(rngs, WeightSpec((inner, inner), ("X", "F"), init))
-        self.up_bias = weight(rngs, WeightSpec((inner,), ("F",), zeros))
-        self.down = weight(rngs, WeightSpec((inner, config.out_hidden_size), ("F", "D"), init))
-        self.down_bias = weight(rngs, WeightSpec((config.out_hidden_size,), ("D",), zeros))
+        self.up = weight(WeightSpec((inner, inner), ("X", "F"), init))
+        self.up_bias = weight(WeightSpec((inner,), ("F",), zeros))
+        self.down = weight(WeightSpec((inner, config.out_hidden_size), ("F", "D"), init))
+        self.down_bias = weight(WeightSpec((config.out_hidden_size,), ("D",), zeros))
 
     def __call__(self, x: Float[Array, "P C"]) -> Float[Array, "M D"]:
         merged = self.norm(x.reshape(-1, self.norm.scale.shape[-1])).reshape(-1, self.width)
@@ -104,11 +104,11 @@ def axial_rotary(config: VisionConfig, positions_P2: Array) -> tuple[Array, Arra
 class VisionTower(nnx.Module):
     """Patch embedding, a stack of blocks, and the merger into features as wide as the text."""
 
-    def __init__(self, config: VisionConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: VisionConfig) -> None:
         self.config = config
-        self.patch_embed = PatchEmbed(config, rngs)
-        self.blocks = VisionBlock(config, rngs, stack=config.depth)
-        self.merger = PatchMerger(config, rngs, RMSNorm(config.hidden_size, NORM_EPS, rngs))
+        self.patch_embed = PatchEmbed(config)
+        self.blocks = VisionBlock(config, stack=config.depth)
+        self.merger = PatchMerger(config, RMSNorm(config.hidden_size, NORM_EPS))
 
     def __call__(self, walk: Walk, vision: VisionInput) -> Float[Array, "M D"]:
         """Merged features of the packed patches, in window order; rows of padding are finite and meaningless."""
@@ -140,10 +140,10 @@ class Qwen25VL(Decoder):
 
     tower: Callable[..., nnx.Module] = VisionTower
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
-        super().__init__(config, rngs)
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
         assert config.vision is not None
-        self.visual = self.tower(config.vision, rngs)
+        self.visual = self.tower(config.vision)
 
     def embed(
         self,
