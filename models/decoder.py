@@ -126,8 +126,8 @@ class DeepFeatures:
 
 
 class Decoder(nnx.Module):
-    """The text models, and the base class of all other architectures, which replace `embed`, `features` or `stack`. A
-    model without `mrope_section` reads only row 0 of `positions_3BT`."""
+    """The text models, and the base class of all other architectures, which replace `features` or `stack`. A model
+    without `mrope_section` reads only row 0 of `positions_3BT`."""
 
     config: DecoderConfig
 
@@ -154,11 +154,23 @@ class Decoder(nnx.Module):
         vision: VisionInput | None = None,
         features_MX: Float[Array, "M X"] | None = None,
     ) -> tuple[Float[Array, "B T D"], DeepFeatures | None]:
-        """Returns (token embeddings, features that layers add to the hidden states). A text model ignores
-        `feature_index_BT`, and raises ValueError for pixels and features."""
-        if vision is not None or features_MX is not None:
-            raise ValueError("this is a text model; it can't read images or videos")
-        return walk.use(self.embedding)(tokens_BT), None
+        """Returns (token embeddings, features that layers add). A token's `feature_index_BT`, if not negative, is a row
+        of the features. The row's first D numbers replace the token's embedding; layers add the rest. Features are
+        those of `vision`, or `features_MX` if they were computed before. Without `vision`, the tower does not run.
+        Raises ValueError for features without `feature_index_BT`, and for the `vision` of a text model."""
+        x = walk.use(self.embedding)(tokens_BT)
+        if vision is not None:
+            features_MX = self.features(walk, vision).astype(x.dtype)
+            if vision.route is not None:
+                features_MX = vision.route(features_MX)
+        if features_MX is None:
+            return x, None
+        if feature_index_BT is None:
+            raise ValueError("pixels without feature_index_BT: nothing says which tokens they belong to")
+        is_feature, D = feature_index_BT >= 0, x.shape[-1]
+        first_MD = features_MX[:, :D].astype(x.dtype)
+        x = jnp.where(is_feature[..., None], first_MD[jnp.maximum(feature_index_BT, 0)], x)
+        return x, DeepFeatures(features_MX[:, D:], feature_index_BT) if features_MX.shape[1] > D else None
 
     def features(self, walk: Walk, vision: VisionInput) -> Float[Array, "M X"]:
         """The merged vision features, which `embed` takes instead of `vision`. A text model raises ValueError."""

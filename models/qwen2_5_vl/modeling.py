@@ -5,13 +5,14 @@ window, a few within a frame pair. All layers are one stack; the scan gives each
 attention. `params.py` has the names of all weights in Hugging Face checkpoints.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from sharding.kernels.attention import segment_attention
 from sharding.spread.ulysses import Attention
@@ -19,7 +20,7 @@ from sharding.walk import Stack, Walk
 from sharding.weights import WeightSpec, weight, zeros
 
 from ..config import DecoderConfig, VisionConfig
-from ..decoder import Decoder, DeepFeatures
+from ..decoder import Decoder
 from ..inputs import VisionInput
 from ..layers import GatedMLP, LayerNorm, PlainMLP, RMSNorm, add_bias, gelu, normal, project, rotate
 
@@ -115,16 +116,10 @@ class VisionTower(nnx.Module):
         x = walk.use(self.patch_embed)(jnp.asarray(vision.patches_PX))
         rotary = axial_rotary(self.config, jnp.asarray(vision.positions_P2))
         frames, windows = jnp.asarray(vision.frame_segments_P), jnp.asarray(vision.window_segments_P)
-        frame_bound = vision.frame_bound
-        window_bound = self.config.window_patches
-        if frame_bound:
-            window_bound = min(window_bound, frame_bound)  # a window never reaches beyond its frame pair
-
-        def in_frame(q: Array, k: Array, v: Array) -> Array:
-            return segment_attention(q, k, v, frames, frame_bound)
-
-        def in_window(q: Array, k: Array, v: Array) -> Array:
-            return segment_attention(q, k, v, windows, window_bound)
+        frame_bound, window_bound = vision.frame_bound, self.config.window_patches
+        window_bound = min(window_bound, frame_bound or window_bound)  # a window never reaches beyond its frame pair
+        in_frame = functools.partial(segment_attention, segments=frames, bound=frame_bound)
+        in_window = functools.partial(segment_attention, segments=windows, bound=window_bound)
 
         def step(block: VisionBlock, x: Array, full: Array) -> tuple[Array, None]:
             # A real branch, not a mask, since a frame may be a hundred times longer than a window.
@@ -144,32 +139,6 @@ class Qwen25VL(Decoder):
         super().__init__(config)
         assert config.vision is not None
         self.visual = self.tower(config.vision)
-
-    def embed(
-        self,
-        walk: Walk,
-        tokens_BT: Int[Array, "B T"],
-        feature_index_BT: Int[Array, "B T"] | None = None,
-        vision: VisionInput | None = None,
-        features_MX: Float[Array, "M X"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], DeepFeatures | None]:
-        """Returns (token embeddings, features that layers add). A token's `feature_index_BT`, if not negative, is a row
-        of the features. The row's first D numbers replace the token's embedding; layers add the rest. Features are
-        those of `vision`, or `features_MX` if they were computed before. Without `vision`, the tower does not run.
-        Raises ValueError for features without `feature_index_BT`."""
-        x = walk.use(self.embedding)(tokens_BT)
-        if vision is not None:
-            features_MX = self.features(walk, vision).astype(x.dtype)
-            if vision.route is not None:
-                features_MX = vision.route(features_MX)
-        if features_MX is None:
-            return x, None
-        if feature_index_BT is None:
-            raise ValueError("pixels without feature_index_BT: nothing says which tokens they belong to")
-        is_feature, D = feature_index_BT >= 0, x.shape[-1]
-        first_MD = features_MX[:, :D].astype(x.dtype)
-        x = jnp.where(is_feature[..., None], first_MD[jnp.maximum(feature_index_BT, 0)], x)
-        return x, DeepFeatures(features_MX[:, D:], feature_index_BT) if features_MX.shape[1] > D else None
 
     def features(self, walk: Walk, vision: VisionInput) -> Float[Array, "M X"]:
         """The tower's features of `vision`, in window order."""
