@@ -2,7 +2,7 @@
 
 The caller hands to each layer the functions that mix tokens (`Mix`): masked for packed rows, with a cache for decoding.
 The caller also chooses how to walk the stack (`sharding.walk`). The functions at the end of this file are the forward
-pass over packed rows: hidden states, log-probabilities of the packed tokens, all logits, and values.
+pass over packed rows: hidden states, log-probabilities of the packed tokens, and values.
 
 A critic is the decoder of its policy with a head of a single row. The value of a state is the product of this row and
 the normed hidden state.
@@ -273,27 +273,19 @@ def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Arr
     return model.final_norm(walk, x)
 
 
-def logits(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T V"]:
-    """The next-token logits of every token, float32. All logits are in memory at once."""
-    hidden = hidden_states(model, inputs, walk)
-    return jnp.einsum("BTD,VD->BTV", hidden, model.head_weight(walk), preferred_element_type=jnp.float32)
-
-
 def logprobs(
     model: Decoder,
     inputs: PackedTokens,
     walk: Walk,
     *,
     temperature: float = 1.0,
-    vocab_chunk: int = 0,
     never_sampled: tuple[int, ...] = (),
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """(log-probability of each token given its predecessor's hidden state, entropy of that distribution), in nats.
 
     Both are float32, under `softmax(logits / temperature)`; temperatures of `inputs`, if any, replace `temperature`.
     If a token has no predecessor (the first of a segment, padding) the values are finite and meaningless.
-    `vocab_chunk` is the most tokens whose logits exist at once; 0 lets `token_logprobs` choose. Ids of `never_sampled`
-    have no probability, as in the engine.
+    Ids of `never_sampled` have no probability, as in the engine.
     """
     hidden = hidden_states(model, inputs, walk)
     predecessor = jnp.asarray(inputs.predecessor_BT)
@@ -307,7 +299,6 @@ def logprobs(
         before,
         head,
         jnp.asarray(inputs.tokens_BT),
-        chunk=vocab_chunk,
         temperature=temperature if inputs.temperatures_BT is None else jnp.asarray(inputs.temperatures_BT),
         allowed_V=jnp.asarray(allowed),
     )
