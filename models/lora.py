@@ -157,9 +157,8 @@ def _settings(config: DecoderConfig, lora: Lora, base: str) -> dict[str, Any]:
 
 
 def _check_settings(folder: pathlib.Path, said: dict[str, Any], lora: Lora) -> None:
-    wanted: dict[str, Any] = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha}
-    wanted |= {"use_dora": False, "use_rslora": False, "bias": "none"}
     defaults = {"use_dora": False, "use_rslora": False, "bias": "none"}
+    wanted: dict[str, Any] = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, **defaults}
     for name, value in wanted.items():
         if (found := said.get(name, defaults.get(name))) != value:
             raise CheckpointError(

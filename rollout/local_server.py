@@ -51,11 +51,6 @@ class LocalProcess:
         """The process; None before `begin` and after `kill`. Another thread may end the process meanwhile."""
         return self._process
 
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
     def ended(self) -> int | None:
         """The exit status; None while the command runs, before `begin` and after `kill`."""
         return None if self._process is None else self._process.poll()
@@ -84,21 +79,17 @@ class LocalProcess:
 
     def last_words(self, lines: int = 5) -> str:
         """The end of the log, for messages."""
-        return "\n".join(_tail(self.log, lines))
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(0, self.log.stat().st_size - 8192))
+                return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+        except OSError:
+            return ""
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-
-
-def _tail(file: pathlib.Path, lines: int) -> Sequence[str]:
-    try:
-        with file.open("rb") as log:
-            log.seek(max(0, file.stat().st_size - 8192))
-            return log.read().decode(errors="replace").splitlines()[-lines:]
-    except OSError:
-        return []
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,15 +94,9 @@ class VersionFolders:
             if self.last is not None and published.version <= self.last.version:  # an older version
                 self._end()
                 self._begin()
-            folder = self.folder(published)
-            part = folder.with_name(f"part-{folder.name}")
-            try:
+            with _appearing(self.folder(published)) as part:
                 if not self._write_delta(part, published):
                     self._write_whole(part, published)
-                part.rename(folder)
-            except BaseException:
-                shutil.rmtree(part, ignore_errors=True)
-                raise
             self.last = published
 
     def folder(self, published: Published) -> pathlib.Path:
@@ -171,11 +165,13 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
         target = place / folder_name(version)
         if version not in here:
             try:
-                _make(target, *_chain(source, version, here))
+                with _appearing(target) as part:
+                    _write(part, *_chain(source, version, here))
             except (DeltaError, OSError):
                 if not here:
                     raise
-                _make(target, *_chain(source, version, {}))  # perhaps only this host's copy is damaged
+                with _appearing(target) as part:  # perhaps only this host's copy is damaged
+                    _write(part, *_chain(source, version, {}))
         os.utime(target)
         for old in sorted(_versions(place).values(), key=lambda folder: folder.stat().st_mtime)[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
@@ -215,10 +211,12 @@ def _chain(source: pathlib.Path, version: int, here: Mapping[int, pathlib.Path])
     return here[version], deltas
 
 
-def _make(folder: pathlib.Path, seed: pathlib.Path, deltas: Sequence[Delta]) -> None:
+@contextlib.contextmanager
+def _appearing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields the path of a folder to write, which gets its name at the end of the block, and is removed by an error."""
     part = folder.with_name(f"part-{folder.name}")
     try:
-        _write(part, seed, deltas)
+        yield part
         part.rename(folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
