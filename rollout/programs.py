@@ -68,7 +68,8 @@ class EnginePrograms:
         self.graphdef, self.rows = graphdef, rows
         self.prefill = jax.jit(self._prefill)
         self.features = jax.jit(self._features)
-        self.keep = jax.jit(self._keep, donate_argnums=0)
+        # Puts features [M, X] into rows [F, X], from a row on.
+        self.keep = jax.jit(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0), donate_argnums=0)
         self.fill = jax.jit(self._fill, donate_argnums=0)
         self.start = jax.jit(self._start, donate_argnums=(1, 2))
         self.decode = jax.jit(self._decode, donate_argnums=(1, 2))
@@ -85,11 +86,6 @@ class EnginePrograms:
             return x
         assert isinstance(self.rows[0], NamedSharding)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.rows[0].mesh, P()))
-
-    def _keep(
-        self, rows_FX: Float[Array, "F X"], features_MX: Float[Array, "M X"], row: Int[AnyArray, ""]
-    ) -> Float[Array, "F X"]:
-        return jax.lax.dynamic_update_slice_in_dim(rows_FX, features_MX, row, axis=0)
 
     def _divided(self) -> contextlib.AbstractContextManager[None]:
         """Selects portable code for several devices, since the compiler can't divide the GPU kernels of attention."""

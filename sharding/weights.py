@@ -143,9 +143,7 @@ def place(value: np.ndarray, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
-@jax.jit
-def _dispatch(nothing: jax.Array) -> jax.Array:
-    return nothing
+_dispatch = jax.jit(lambda nothing: nothing)
 
 
 def place_stack(layers: Iterable[np.ndarray], depth: int, sharding: Sharding) -> jax.Array:

@@ -223,12 +223,6 @@ def rated(count: int, stream: VideoStream) -> float | None:
     return float(count / rate) if rate else None
 
 
-def duration_of(times: Sequence[int | None], durations: Sequence[int], base: Any, stream: VideoStream) -> float | None:
-    """The result of `span`, in seconds, for frames of these times and durations, in ticks of `base`."""
-    ticks = fractions.Fraction(base.numerator, base.denominator) if base else None  # PyAV 19 has its own class
-    return span(times, durations, ticks, rated(len(times), stream))
-
-
 def video_size(
     name: str, width: int, height: int, count: int, layout: PatchLayout, settings: PixelSettings, frames: FrameSettings
 ) -> tuple[int, int]:
@@ -267,12 +261,12 @@ def _sorted(times: Sequence[int | None]) -> Sequence[int | None]:
     return times if None in times else sorted(time for time in times if time is not None)
 
 
-def span(
-    times: Sequence[int | None], durations: Sequence[int], base: fractions.Fraction | None, at_rate: float | None
-) -> float | None:
-    """The seconds from the first frame's start to the last frame's end; None if the seconds are unknown. Timestamps
-    count if they are complete and increasing, else the frames' own durations, else the header's rate (`at_rate`). A
-    bare stream has durations from its parameter sets, and its rate is the demuxer's guess."""
+def duration_of(times: Sequence[int | None], durations: Sequence[int], base: Any, stream: VideoStream) -> float | None:
+    """The seconds from the first frame's start to the last frame's end; None if the seconds are unknown. `times` and
+    `durations` of frames are in ticks of `base`. Timestamps count if they are complete and increasing, else the frames'
+    own durations, else the header's rate. A bare stream has durations from its parameter sets, and its rate is the
+    demuxer's guess."""
+    base = fractions.Fraction(base.numerator, base.denominator) if base else None  # PyAV 19 has its own class
     if base and increasing(times):
         known = [time for time in times if time is not None]
         ticks = known[-1] - known[0]
@@ -282,7 +276,7 @@ def span(
             return float(ticks * base) * len(known) / (len(known) - 1)
     if base and durations and all(durations):
         return float(sum(durations) * base)
-    return at_rate
+    return rated(len(times), stream)
 
 
 def video_facts(source: Source, limits: DecodeLimits, *, count: bool = False) -> Facts:

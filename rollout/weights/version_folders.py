@@ -360,12 +360,11 @@ class Delta:
     """A complete delta folder."""
 
     folder: pathlib.Path
-    version: int
     base: int
 
     def apply(self, name: str, tensor: np.ndarray) -> np.ndarray:
-        """The tensor of `version`, or the bytes of its configuration, made from `tensor` of `base`. Raises DeltaError
-        if the result's checksum is not the delta's, or the delta can't be read."""
+        """The tensor of the folder's version, or the bytes of its configuration, made from `tensor` of `base`. Raises
+        DeltaError if the result's checksum is not the delta's, or the delta can't be read."""
         try:
             with safe_open(self.folder / FILE, framework="numpy") as changes:
                 words = changes.get_tensor(name) if name in set(changes.keys()) else None
@@ -399,12 +398,10 @@ def read_delta(folder: pathlib.Path) -> Delta | None:
         raise DeltaError(
             f"{folder}: the delta has {json.dumps(unknown)}, but this release reads only {json.dumps(FORMAT)}"
         )
-    delta = Delta(folder, int(metadata["version"]), int(metadata["base_version"]))
-    if delta.base >= delta.version or folder.name != folder_name(delta.version):
-        raise DeltaError(
-            f"{folder}: a delta from version {delta.base} to version {delta.version} can't be in this folder"
-        )
-    return delta
+    version, base = int(metadata["version"]), int(metadata["base_version"])
+    if base >= version or folder.name != folder_name(version):
+        raise DeltaError(f"{folder}: a delta from version {base} to version {version} can't be in this folder")
+    return Delta(folder, base)
 
 
 def tensors_of(folder: pathlib.Path) -> Iterator[tuple[str, np.ndarray]]:
