@@ -82,7 +82,11 @@ class GatedMLP(nnx.Module):
         gate, up = project(x, self.gate), project(x, self.up)
         if self.bias:
             gate, up = add_bias(gate, self.gate_bias[...]), add_bias(up, self.up_bias[...])
-        out = project_gated(gate, up, self.down)
+        if self.down.get_metadata("spec").outputs_first or not target().is_gpu:
+            out = project(jax.nn.silu(gate) * up, self.down)
+        else:  # GPUs compute gradients in one pass over the activations
+            flat = [x.reshape(-1, x.shape[-1]) for x in (gate, up)]
+            out = gated.gated_product(*flat, self.down[...]).reshape(*gate.shape[:-1], -1)
         return add_bias(out, self.down_bias[...]) if self.bias else out
 
 
@@ -155,15 +159,6 @@ def kept_in_loop(rotary: tuple[Array, Array], x: Array) -> tuple[Array, Array]:
     if not target().is_gpu:
         return rotary
     return jax.lax.optimization_barrier((rotary, jax.lax.stop_gradient(x[:1, :1, :1])))[0]
-
-
-def project_gated(gate: Array, up: Array, matrix: nnx.Variable) -> Array:
-    """`project(silu(gate) * up, matrix)`. If the weight has its outputs last, as in training, GPUs compute gradients in
-    one pass over the activations."""
-    if matrix.get_metadata("spec").outputs_first or not target().is_gpu:
-        return project(jax.nn.silu(gate) * up, matrix)
-    flat = [x.reshape(-1, x.shape[-1]) for x in (gate, up)]
-    return gated.gated_product(*flat, matrix[...]).reshape(*gate.shape[:-1], -1)
 
 
 def _by_outputs(x: Array, weights: Array) -> Array:

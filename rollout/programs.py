@@ -199,7 +199,7 @@ class EnginePrograms:
         ends with the last sample or after the steps."""
         model, layers = model_by_layers(self.graphdef, params)
         text = model.config.text
-        B, room = batch.entries_BR.shape
+        B, room = len(batch.slot_B), batch.longest
         first_B = jnp.take(last_N, batch.slot_B, mode="clip")
         numbers, order = _numbers(model), model.stack.order
         states = [
@@ -215,7 +215,7 @@ class EnginePrograms:
             token_B: Array, alive_B: Array, cache: KVCache, states: list[DeltaState | None], i: Array
         ) -> tuple[Array, KVCache, list[DeltaState | None]]:
             positions_3B1 = jnp.broadcast_to((batch.position_B + i)[None, :, None], (3, B, 1))
-            rotary, entry_B = model.rotary(positions_3B1), batch.entries_BR[:, i]
+            rotary, entry_B = model.rotary(positions_3B1), batch.length_B + i
             length_B = jnp.where(alive_B, batch.length_B + i + 1, 1)  # an ended sample may lack pages for more tokens
 
             def step(
@@ -224,7 +224,7 @@ class EnginePrograms:
                 (x, cache), (number, state) = carry, xs
 
                 def attend(q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
-                    new = cache.extended(number, entry_B, k[:, 0], v[:, 0])
+                    new = cache.extended(number, batch.pages_BC, entry_B, k[:, 0], v[:, 0])
                     return self._over_pages(q[:, 0], new, batch.pages_BC, length_B, number)[:, None], new
 
                 def recur(channels: DeltaInputs) -> tuple[Array, DeltaState]:

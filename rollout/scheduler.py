@@ -262,8 +262,9 @@ class Scheduler:
             self._release_state(job)
         if job.pages and not job.holders:
             job.pages, job.filled, job.features, job.prompt = [], 0, None, job.request.prompt
-            for sibling in job.samples:
-                sibling.forget_context()
+            for sibling in job.samples:  # drops prefills that have read pages of the prompt
+                if sibling.place is not None and sibling.place[1].skip:
+                    sibling.place = None
 
     def upcoming(self) -> Iterator[Job]:
         """Yields the jobs that wait for a start after the planned turn, in about the order of their starts. These

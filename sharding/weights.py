@@ -149,19 +149,16 @@ _dispatch = jax.jit(lambda nothing: nothing)
 def place_stack(layers: Iterable[np.ndarray], depth: int, sharding: Sharding) -> jax.Array:
     """The stack `[L, ...]` of `depth` layers of one weight, assembled on its devices. The host holds one layer at a
     time; a device holds its shards of the stack and of one layer."""
-    stack: jax.Array | None = None
+    stack, of_a_layer = None, sharding
+    if isinstance(sharding, NamedSharding):  # stacks are never cut along their layers
+        of_a_layer = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
     for number, value in zip(range(depth), layers, strict=False):  # `layers` may have more than `depth`
         if stack is None:
             stack = jnp.zeros((depth, *value.shape), value.dtype, device=sharding)
         # Waits for each layer, or values in transfer would pile up on the host. No variable holds the layer's array.
-        stack = jax.block_until_ready(_with_layer(stack, place(value, _of_a_layer(sharding)), number))
+        stack = jax.block_until_ready(_with_layer(stack, place(value, of_a_layer), number))
     assert stack is not None, "a stack has layers"
     return stack
-
-
-def _of_a_layer(sharding: Sharding) -> Sharding:
-    """The sharding of one layer of a stack; stacks are never cut along their layers."""
-    return NamedSharding(sharding.mesh, P(*sharding.spec[1:])) if isinstance(sharding, NamedSharding) else sharding
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -116,7 +116,7 @@ class VisionTower(nnx.Module):
         x = walk.use(self.patch_embed)(jnp.asarray(vision.patches_PX))
         rotary = axial_rotary(self.config, jnp.asarray(vision.positions_P2))
         frames, windows = jnp.asarray(vision.frame_segments_P), jnp.asarray(vision.window_segments_P)
-        frame_bound, window_bound = vision.frame_bound, self.config.window_patches
+        frame_bound, window_bound = vision.frame_bound, (self.config.window_size // self.config.patch_size) ** 2
         window_bound = min(window_bound, frame_bound or window_bound)  # a window never reaches beyond its frame pair
         in_frame = functools.partial(segment_attention, segments=frames, bound=frame_bound)
         in_window = functools.partial(segment_attention, segments=windows, bound=window_bound)

@@ -41,7 +41,8 @@ class StagedMicrobatch(Program):
         home = {piece.leaf: u for u, unit in enumerate(rows.units) for piece in unit.pieces}
         units = {step.stage: sorted({home[leaf] for leaf in step.stage.weights}) for step in self.steps}
         self.keys = [tuple((u, step.layer) for u in units[step.stage]) for step in self.steps]
-        self.back = [k for k in reversed(range(len(self.steps))) if self.steps[k].learns]
+        stages = list(enumerate(step.stage for step in self.steps))
+        self.back = [k for k, stage in reversed(stages) if stage.weights or any(stage.active_in)]  # gradients flow
         self.pushes: list[Key] = [key for k in self.back for key in self.keys[k]]
         whole = {stage: functools.partial(rows.whole, units[stage], leaves=stage.weights) for stage in units}
         self.forward, self.backward, self.infer = (  # shared by all threads
