@@ -36,18 +36,12 @@ GRACE = 10.0  # seconds for the replies of aborted samples, which may wait for a
 TURN = 5.0  # seconds for the program that the engine still runs
 
 
-def _version(text: str) -> str:
-    if not text.isdecimal() or len(text) > 18 or str(int(text)) != text:
-        raise argparse.ArgumentTypeError(f"must be a number in decimal digits, not {text}")
-    return text
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         prog="python -m rollout.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face checkpoint folder")
-    parser.add_argument("--weight-version", type=_version, default="0", metavar="N",
+    parser.add_argument("--weight-version", type=number(int, 0, 10**18 - 1), default=0, metavar="N",
                         help="version of the weights in DIR (default 0)")  # fmt: skip
     add_network_flags(parser)
     engine, count = parser.add_argument_group("engine"), number(int, 1)
@@ -99,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
             kept_states=options.kept_states,
             compute_dtype=dtype,
             devices=devices[: options.tp],
-            version=int(options.weight_version),
+            version=options.weight_version,
         )
         config = model.config
         del model  # the engine has its own copy of the layers

@@ -21,7 +21,7 @@ from models.processing import Processor
 
 from .engine import GenerateRequest, SamplingParams
 from .requests import as_integer, checked_sampling
-from .wire import FIELDS, BadRequest, Json, array_of, given_prompt, is_shadow, our_media, sampling_of
+from .wire import FIELDS, BadRequest, Json, array_of, given_prompt, our_media, sampling_of
 
 # The fields of a body that are read, and hints for routers and logs, which change no answer.
 READ = {
@@ -161,19 +161,11 @@ def _object(name: str, value: Any) -> Json:
     return value or {}
 
 
-def requests_of(
-    body: Body, config: DecoderConfig, processor: Processor, *, shadows: bool
-) -> list[tuple[GenerateRequest, list[int]]]:
+def requests_of(body: Body, config: DecoderConfig, processor: Processor) -> list[tuple[GenerateRequest, list[int]]]:
     """The requests of a body, not checked by the engine yet, each with the indices of its samples in the body. Call
-    this function in a thread, since it reads the arrays of media. With `shadows`, patches may be tickets, whose pixels
-    the engine fetches."""
+    this function in a thread, since it reads the arrays of media."""
     sent: dict[str, Json] = {}  # media whose patches are sent, by key; several samples may show one medium
-    for field, media in (pair for sample in body.samples for pair in sample.media.items()):
-        if is_shadow(media.get("patches")) and not shadows:
-            raise BadRequest(
-                f"{field} has tickets in the place of patches, but this server was made without `fetch`; send the "
-                "pixels"
-            )
+    for media in (media for sample in body.samples for media in sample.media.values()):
         if "patches" in media:
             sent[media["key"]] = media
     shown = list(map(_prompt_key, body.samples))
