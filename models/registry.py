@@ -1,6 +1,7 @@
 """The table of architectures, which reads and writes the `config.json` of each architecture."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -37,8 +38,7 @@ class Architecture:
     carried: str = ""  # prefix of tensors that no model here reads; they are copied into exports
 
 
-def _part(path: str) -> Callable[..., Any]:
-    return later(__name__, path)
+_part = functools.partial(later, __name__)
 
 
 def _text_model(name: str, read: str) -> Architecture:

@@ -2,8 +2,7 @@
 
 Samples wait in the order of submission (or of seeds). They get the lowest free slots and then free pages in that order,
 so that equal submissions give equal batches. All samples of a request share the full pages of its prompt. A sample with
-empty pages (it is new, was preempted, or the weights changed) is *started* from prefilled rows; a started sample is
-decoded. A *turn* of the engine starts some samples, or is a *round*, in which all started samples get some tokens.
+empty pages (it is new, was preempted, or the weights changed) is *started* from prefilled rows.
 
 A sample gets pages for the tokens that it has, not for tokens that may follow, since most responses end long before
 their limit. If a round finds no free page, the youngest sample with pages is *preempted*: it loses its pages. It is

@@ -1,7 +1,6 @@
-"""Plans the two kinds of turn on the host; `rollout.device` runs them.
+"""Plans the two kinds of turn (`rollout.jax_engine`) on the host; `rollout.device` runs them.
 
-A *start* prefills prompts and responses so far, and gives one token to each sample that it starts. A *round* gives
-each running sample some tokens. Samples that start together share the computation of their prompt.
+Samples that start together share the computation of their prompt.
 
 A prompt, or a prompt with its response so far, is computed in chunks if it is longer than `CHUNK_TOKENS`. A chunk is
 written to pages. Later chunks attend to these pages, and so do samples that start later than other samples of the

@@ -49,24 +49,21 @@ def sample_indices(
     elif frames.fps:
         if seconds is None:
             raise ValueError("has neither timestamps nor a frame rate, so that it can't be sampled by time")
+        most = min(frames.max_frames, total)
         if timed:
-            most = min(frames.max_frames, total)
-            return _to_the_last(total, min(max(int(total / (total / seconds) * frames.fps), frames.min_frames), most))
-        most = min(frames.max_frames, total) // temporal_patch * temporal_patch
-        count = int(min(max(seconds * frames.fps, frames.min_frames), most, total)) // temporal_patch * temporal_patch
-        count = max(count, 1)  # a single frame becomes a pair of equal frames, while transformers divides by zero
+            count = min(max(int(total / (total / seconds) * frames.fps), frames.min_frames), most)
+        else:
+            most = most // temporal_patch * temporal_patch
+            count = int(min(max(seconds * frames.fps, frames.min_frames), most)) // temporal_patch * temporal_patch
+            count = max(count, 1)  # a single frame becomes a pair of equal frames, while transformers divides by zero
     else:
         count = total
     if count > total:
         raise ValueError(f"has {total} frames, but {count} were asked for")
     if timed:
-        return _to_the_last(total, count)
+        return np.linspace(0, total - 1, count).round().astype(np.int64)
     # exact; transformers computes the same in float32, which from about 17,000 frames on can be one frame off
     return np.arange(count) * total // count
-
-
-def _to_the_last(total: int, count: int) -> np.ndarray:
-    return np.linspace(0, total - 1, count).round().astype(np.int64)
 
 
 def pair_times(indices: np.ndarray, total: int, seconds: float | None, temporal_patch: int) -> tuple[float, ...]:

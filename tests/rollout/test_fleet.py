@@ -89,7 +89,7 @@ async def test_a_closed_fleet_leaves_nothing_and_takes_nothing(tmp_path: pathlib
     seat = fleet.seats[0]
     await seat.update_weights(1, models.split(model("text"))[1])
     answers = asyncio.create_task(collect(seat.generate(asked()), 1))
-    await until(lambda: seat.stats().running and all(server._process for server in servers))
+    await until(lambda: seat.stats().running and all(server.running for server in servers))
     pids = [server.pid for server in servers]
     assert weights_folders() - before
     fleet.leave("server 1")
