@@ -129,8 +129,6 @@ class Decoder(nnx.Module):
     """The text models, and the base class of all other architectures, which replace `features` or `stack`. A model
     without `mrope_section` reads only row 0 of `positions_3BT`."""
 
-    config: DecoderConfig
-
     def __init__(self, config: DecoderConfig) -> None:
         text = config.text
         self.config = config

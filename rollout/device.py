@@ -97,8 +97,6 @@ class DeviceState:
     """Weights and cache on the devices. Only one thread at a time may use an object. The weights of `model` are cast to
     `dtype` (None: not cast). Weights of layers are copied; other weights are shared unless layout or dtype change."""
 
-    params: LayerParams | None  # None: no update yet, lost by a failure, or asleep without weights
-
     def __init__(
         self,
         model: Decoder,
@@ -122,7 +120,7 @@ class DeviceState:
         }
         exact_products(self.cache_dtype)
         self._settle(layout)
-        self.params = None
+        self.params: LayerParams | None = None  # None: no update yet, lost by a failure, or asleep without weights
         if not is_abstract(model):
             self._replace(models.split(model)[1])
         self.cache: KVCache | None = None  # None until a program needs it; a failure, a move or sleep drops it

@@ -35,7 +35,6 @@ PREFILL_TOKENS = 4096  # the most tokens of a turn of starts, unless a prompt th
 LONGER = 4  # ratio of one length of rounds to the next shorter length
 CHUNK_TOKENS = 2048  # the most tokens of one prompt or sample in one prefill; a multiple of a page
 
-
 Delivery = tuple[Job, TokenChunk]
 
 

@@ -71,14 +71,6 @@ class Place(NamedTuple):
     skip: int = 0
 
 
-class Shown(NamedTuple):
-    """The patches `start .. stop` of a batch belong to request `rid`."""
-
-    rid: str
-    start: int
-    stop: int
-
-
 @dataclasses.dataclass(eq=False)
 class PrefillBatch:
     """One call of the prefill program. `places[i][j]` is the place of sample `j` of prefix `i`. The engine fills in
@@ -88,7 +80,7 @@ class PrefillBatch:
     places: list[list[Place]]
     tokens: int  # computed tokens, without padding
     context: Context | None = None
-    shown: tuple[Shown, ...] = ()
+    shown: tuple[tuple[str, int, int], ...] = ()  # (rid of a request, the first of its patches, the patch behind them)
     features: FeatureWork | None = None  # of the batch's only prompt
     outputs: tuple[Rows, Array] | None = None
 
@@ -430,7 +422,7 @@ def _pack(prefixes: Sequence[Prefix], limits: EngineLimits, least_area: int) -> 
     positions_3BT = np.zeros((3, B, T), np.int32)
     feature_index_BT = np.full((B, T), -1, np.int32)
     visions: list[VisionInput] = []
-    shown: list[Shown] = []
+    shown: list[tuple[str, int, int]] = []
     places: list[list[Place]] = []
     row = features = 0
     for prefix, (row_lengths, relative_places) in zip(prefixes, layouts, strict=True):
@@ -455,7 +447,7 @@ def _pack(prefixes: Sequence[Prefix], limits: EngineLimits, least_area: int) -> 
             positions_3BT[:, place.row, columns] = prompt.next_position + np.arange(len(response), dtype=np.int32)
         if prompt.vision is not None and prefix.features is None:
             start = features * merge_unit
-            shown.append(Shown(prefix.rid, start, start + prompt.vision.num_patches))
+            shown.append((prefix.rid, start, start + prompt.vision.num_patches))
             visions.append(prompt.vision)
             features += prompt.vision.num_patches // merge_unit
         row = end

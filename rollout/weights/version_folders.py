@@ -54,7 +54,6 @@ PLACE = "fluxjax-pulled-"  # begins the name of a host's folder of copies; the s
 SOURCE = "source.txt"  # holds the path of the source
 KEPT = 2  # versions on a host: the last pulled, and the one before, which a server may still be reading
 
-
 FILE, CONFIG = "model-00001-of-00001.safetensors", "config.json"  # a delta's tensors; a checkpoint's configuration
 FORMAT = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "xxh3-128"}
 LEVEL = 1  # level of zstd: the words of a small step are mostly zeros, and higher levels save little more

@@ -171,9 +171,6 @@ class Odc:
     complete weights of at most three steps (layers, or parts between two stacks of layers). While a minibatch runs,
     each device also holds its part of the parameters in the compute dtype."""
 
-    last_seconds: dict[int, float]  # by local device: seconds of its part of the last minibatch
-    idle: float  # mean seconds from the end of a local device's part to the end of the minibatch
-
     def __init__(
         self,
         strategy: Fsdp,
@@ -196,7 +193,8 @@ class Odc:
         self._staged: dict[tuple, StagedMicrobatch] = {}
         self._lock = threading.Lock()
         self._combine = jax.jit(_combined, static_argnums=1, out_shardings=NamedSharding(self.mesh, P()))
-        self.last_seconds, self.idle = {}, 0.0
+        self.last_seconds: dict[int, float] = {}  # by local device: seconds of its part of the last minibatch
+        self.idle = 0.0  # mean seconds from the end of a local device's part to the end of the minibatch
 
     def loss_and_grad(
         self, params: Params, batches: Sequence[PyTree], devices: Sequence[int], work: Sequence[float] = ()
