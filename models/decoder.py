@@ -216,10 +216,6 @@ def shapes_only(model: Decoder) -> Decoder:
     return merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
 
 
-def is_abstract(model: Decoder) -> bool:
-    return isinstance(jax.tree.leaves(nnx.state(model, nnx.Param))[0], jax.ShapeDtypeStruct)
-
-
 def parameter_count(model: nnx.Module) -> int:
     """The number of weights of a model, which may be abstract."""
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))

@@ -137,13 +137,9 @@ def _named(rows: Rows) -> str:
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     result: list[Piece] = []
     for piece in pieces:
-        last = result[-1] if result else None
-        if (
-            isinstance(piece, Rows)
-            and isinstance(last, Rows)
-            and (last.ticket, last.stop) == (piece.ticket, piece.start)
-        ):
-            result[-1] = Rows(piece.ticket, last.start, piece.stop)
-        elif len(piece):
-            result.append(piece)
+        match result[-1:], piece:
+            case [Rows(ticket, start, stop)], Rows() if (ticket, stop) == (piece.ticket, piece.start):
+                result[-1] = Rows(ticket, start, piece.stop)
+            case _ if len(piece):
+                result.append(piece)
     return result

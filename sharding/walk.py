@@ -401,7 +401,7 @@ class Fsdp:
         return P(*[None] * dim, self._axes) if self._axes else P()
 
     def _check(self, dim: int, arrays: PyTree) -> None:
-        devices = self.mesh.size if _is_abstract(arrays) else self.mesh.local_mesh.size
+        devices = self.mesh.size if is_abstract(arrays) else self.mesh.local_mesh.size
         for array in jax.tree.leaves(arrays):
             if array.shape[dim] % devices:
                 raise ValueError(
@@ -414,7 +414,7 @@ def _put(tree: Batch, shardings: PyTree, local: bool = False) -> Batch:
     """Puts host arrays onto the mesh. Every process fills its own devices. With `local`, the arrays are the rows of
     this process; otherwise all processes have the same arrays, and each process takes its part. Abstract arrays
     (`jax.ShapeDtypeStruct`) get their sharding, and nothing is allocated."""
-    if _is_abstract(tree):
+    if is_abstract(tree):
         return with_shardings(tree, shardings)
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
@@ -430,7 +430,7 @@ def _put(tree: Batch, shardings: PyTree, local: bool = False) -> Batch:
     return jax.tree.map(put, tree, shardings)
 
 
-def _is_abstract(tree: PyTree) -> bool:
+def is_abstract(tree: PyTree) -> bool:
     return isinstance(next(iter(jax.tree.leaves(tree)), None), jax.ShapeDtypeStruct)
 
 
