@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -71,8 +71,7 @@ def weight(spec: WeightSpec, stack: int | None = None) -> nnx.Param:
     return nnx.Param(jax.ShapeDtypeStruct(shape, spec.dtype), spec=spec)
 
 
-@dataclasses.dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """The cut of one weight: dimension `dim` (layers do not count) is cut over the mesh axes `axes`, in their order."""
 
     dim: int
