@@ -36,7 +36,7 @@ from benchmarks.plan_text import text_of
 from benchmarks.planner_baselines import bucketing
 from sharding.planner.flex import Limits, flex_ulysses, ulysses
 from sharding.planner.plan import ShardPlan
-from sharding.spread.buffers import lay, size_cost
+from sharding.spread.buffers import SizedLayout, lay, size_cost
 from sharding.spread.shapes import ShapeBook
 
 MIXES = ROOT.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"
@@ -157,7 +157,7 @@ def count(mixes: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[
             layout = lay(repacked(flex_ulysses(lengths.tolist(), 8, limits), short=2048, cap=32768, most=2))
             # A chunk's last token predicts the first one of the next chunk.
             needs = layout.needs() | {"exports": sum(round.degree > 1 for round in layout.plan.rounds)}
-            layouts.append(layout.sized(book.fit(needs, {}, size_cost)))
+            layouts.append(SizedLayout(layout, book.fit(needs, {}, size_cost)))
         shapes = {(layout.columns, layout.rounds) for layout in layouts}
         padding = [layout.padding() for layout in layouts]
         result[name] = {

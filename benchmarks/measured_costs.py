@@ -1,6 +1,7 @@
 """Measures attention, all-to-alls and matrix products on this machine's devices, and fits the cost model to them."""
 
 import dataclasses
+import functools
 import os
 import statistics
 import time
@@ -113,11 +114,11 @@ def _attention(load: CalibrationLoad, count: int, length: int, *, backward: bool
     """Measures the attention of `count` packed sequences: forward, or forward and backward together."""
     sizes = load.sizes
     segments = jnp.repeat(jnp.arange(1, count + 1, dtype=jnp.int32), length)
-    tiles = jax.jit(tile_list)(segments, jnp.zeros_like(segments))
     q, k, v = (
         jax.random.normal(jax.random.key(i), (count * length, heads, sizes.head_size), load.dtype)
         for i, heads in enumerate((sizes.heads, sizes.kv_heads, sizes.kv_heads))
     )
+    tiles = jax.jit(functools.partial(tile_list, queries=q))(segments, jnp.zeros_like(segments))
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles) -> jax.Array:
         return tile_attention(q, k, v, tiles).astype(jnp.float32).sum()

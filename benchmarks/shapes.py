@@ -46,6 +46,7 @@ from fluxjax.config import STRATEGIES, Config
 from models.config import RopeConfig, TextConfig, VisionConfig
 from models.inputs import ModelInput, VisionInput, frame_bound
 from sharding.planner.plan import least_load
+from sharding.spread.buffers import SizedLayout
 
 MIXES = ROOT.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"
 # Qwen2.5-VL-7B: the heads bound the degrees, the sizes weigh work.
@@ -189,7 +190,7 @@ class Tally:
                 continue
             if part.owner is None:
                 self._balance[part.shaped].append(part.plan.balance)
-                self._sent.append(part.layout.sized(outline.sizes).padding()["all_to_all"])
+                self._sent.append(SizedLayout(part.layout, outline.sizes).padding()["all_to_all"])
                 loads += part.work or 0.0
             else:
                 owned = True

@@ -29,7 +29,7 @@ from models.decoder import Decoder, logprobs, parameter_count
 from models.inputs import PackedTokens
 from sharding.mesh import make_mesh
 from sharding.planner.plan import ShardPlan
-from sharding.spread.buffers import lay
+from sharding.spread.buffers import SizedLayout, lay
 from sharding.spread.shapes import round_up
 from sharding.walk import Fsdp, Tally, Walk
 
@@ -70,7 +70,7 @@ def batch_of(plan: ShardPlan, vocabulary: int, names: Sequence[int] = ()) -> Pac
     index = np.arange(lengths.sum())
     before = np.maximum(index - 1, first)
     needs = bare.needs() | {"exports": sum(round.degree > 1 for round in bare.plan.rounds)}
-    layout = bare.sized({name: round_up(need) for name, need in needs.items()})
+    layout = SizedLayout(bare, {name: round_up(need) for name, need in needs.items()})
     predecessors, spread = layout.spread(before)
     names = names or range(len(lengths))
     drawn = [np.random.default_rng(name).integers(0, vocabulary, n) for name, n in zip(names, lengths, strict=True)]

@@ -208,11 +208,6 @@ class VisionConfig(PatchLayout):
         """The number of patches that become one feature."""
         return self.spatial_merge_size**2
 
-    @property
-    def window_patches(self) -> int:
-        """The most patches of an attention window."""
-        return (self.window_size // self.patch_size) ** 2
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepVisionConfig(VisionConfig):

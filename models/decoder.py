@@ -2,7 +2,7 @@
 
 The caller hands to each layer the functions that mix tokens (`Mix`): masked for packed rows, with a cache for decoding.
 The caller also chooses how to walk the stack (`sharding.walk`). The functions at the end of this file are the forward
-pass over packed rows: hidden states, log-probabilities of the packed tokens, all logits, and values.
+pass over packed rows: hidden states, log-probabilities of the packed tokens, and values.
 
 A critic is the decoder of its policy with a head of a single row. The value of a state is the product of this row and
 the normed hidden state.
@@ -22,21 +22,20 @@ from sharding.kernels.attention import packed_attention
 from sharding.kernels.delta_heads import DeltaHeads
 from sharding.vocab import token_logprobs
 from sharding.walk import Params, Stack, Walk
-from sharding.weights import WeightSpec, weight
+from sharding.weights import WeightSpec, weight, zeros
 
 from .config import DecoderConfig, TextConfig
 from .inputs import PackedTokens, VisionInput
 from .layers import (
     Embedding,
     GatedMLP,
-    Normal,
     RMSNorm,
     add_bias,
     kept_in_loop,
+    normal,
     project,
     rotary_frequencies,
     rotate,
-    zeros,
 )
 
 Rotary: TypeAlias = tuple[Array, Array]  # cosine and sine [B, T, R] of the rotated numbers of a head, float32
@@ -57,25 +56,25 @@ class SelfAttention(nnx.Module):
     """Projections of grouped-query attention, with the biases, head norms and output gate that the configuration asks
     for. With a gate, axis `C` of `q` has each head's queries, then the head's gate."""
 
-    def __init__(self, config: TextConfig, rngs: nnx.Rngs, stack: int | None) -> None:
+    def __init__(self, config: TextConfig, stack: int | None) -> None:
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        init = Normal(config.initializer_range)
+        init = normal(config.initializer_range)
         queries, axes = ((N, 2, H), ("N", "C", "H")) if config.output_gate else ((N, H), ("N", "H"))
-        self.q = weight(rngs, WeightSpec((D, *queries), ("D", *axes), init, inputs=1), stack)
-        self.k = weight(rngs, WeightSpec((D, K, H), ("D", "K", "H"), init, inputs=1), stack)
-        self.v = weight(rngs, WeightSpec((D, K, H), ("D", "K", "H"), init, inputs=1), stack)
-        self.o = weight(rngs, WeightSpec((N, H, D), ("N", "H", "D"), init, inputs=2), stack)
+        self.q = weight(WeightSpec((D, *queries), ("D", *axes), init, inputs=1), stack)
+        self.k = weight(WeightSpec((D, K, H), ("D", "K", "H"), init, inputs=1), stack)
+        self.v = weight(WeightSpec((D, K, H), ("D", "K", "H"), init, inputs=1), stack)
+        self.o = weight(WeightSpec((N, H, D), ("N", "H", "D"), init, inputs=2), stack)
         self.config = config
         if config.qkv_bias:
-            self.q_bias = weight(rngs, WeightSpec(queries, axes, zeros), stack)
-            self.k_bias = weight(rngs, WeightSpec((K, H), ("K", "H"), zeros), stack)
-            self.v_bias = weight(rngs, WeightSpec((K, H), ("K", "H"), zeros), stack)
+            self.q_bias = weight(WeightSpec(queries, axes, zeros), stack)
+            self.k_bias = weight(WeightSpec((K, H), ("K", "H"), zeros), stack)
+            self.v_bias = weight(WeightSpec((K, H), ("K", "H"), zeros), stack)
         if config.o_bias:
-            self.o_bias = weight(rngs, WeightSpec((D,), ("D",), zeros), stack)
+            self.o_bias = weight(WeightSpec((D,), ("D",), zeros), stack)
         if config.head_norm:
             eps, zero_centred = config.rms_norm_eps, config.zero_centred_norms
-            self.q_norm = RMSNorm(H, eps, rngs, stack, axis="H", zero_centred=zero_centred)
-            self.k_norm = RMSNorm(H, eps, rngs, stack, axis="H", zero_centred=zero_centred)
+            self.q_norm = RMSNorm(H, eps, stack, axis="H", zero_centred=zero_centred)
+            self.k_norm = RMSNorm(H, eps, stack, axis="H", zero_centred=zero_centred)
 
     def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, mix: Mix[Aux]) -> tuple[Float[Array, "B T D"], Aux]:
         q, k, v = project(x, self.q), project(x, self.k), project(x, self.v)
@@ -91,13 +90,13 @@ class SelfAttention(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, config: TextConfig, rngs: nnx.Rngs, stack: int | None = None) -> None:
+    def __init__(self, config: TextConfig, stack: int | None = None) -> None:
         D, F, std = config.hidden_size, config.intermediate_size, config.initializer_range
         eps, zero_centred = config.rms_norm_eps, config.zero_centred_norms
-        self.attention_norm = RMSNorm(D, eps, rngs, stack, zero_centred=zero_centred)
-        self.attention = SelfAttention(config, rngs, stack)
-        self.mlp_norm = RMSNorm(D, eps, rngs, stack, zero_centred=zero_centred)
-        self.mlp = GatedMLP(D, F, bias=False, std=std, rngs=rngs, stack=stack)
+        self.attention_norm = RMSNorm(D, eps, stack, zero_centred=zero_centred)
+        self.attention = SelfAttention(config, stack)
+        self.mlp_norm = RMSNorm(D, eps, stack, zero_centred=zero_centred)
+        self.mlp = GatedMLP(D, F, bias=False, std=std, stack=stack)
 
     def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, mix: Mix[Aux]) -> tuple[Float[Array, "B T D"], Aux]:
         out, aux = self.attention(self.attention_norm(x), rotary, mix)
@@ -127,20 +126,18 @@ class DeepFeatures:
 
 
 class Decoder(nnx.Module):
-    """The text models, and the base class of all other architectures, which replace `embed`, `features` or `stack`. A
-    model without `mrope_section` reads only row 0 of `positions_3BT`."""
+    """The text models, and the base class of all other architectures, which replace `features` or `stack`. A model
+    without `mrope_section` reads only row 0 of `positions_3BT`."""
 
-    config: DecoderConfig
-
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         text = config.text
         self.config = config
         self.rotary_dim = text.rotary_dim
-        self.embedding = Embedding(text.vocab_size, text.hidden_size, text.initializer_range, rngs)
-        self.layers = DecoderLayer(text, rngs, stack=len(text.attention_layers))
-        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, rngs, zero_centred=text.zero_centred_norms)
+        self.embedding = Embedding(text.vocab_size, text.hidden_size, text.initializer_range)
+        self.layers = DecoderLayer(text, stack=len(text.attention_layers))
+        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, zero_centred=text.zero_centred_norms)
         if not text.tie_word_embeddings:
-            self.head = Embedding(text.vocab_size, text.hidden_size, text.initializer_range, rngs)
+            self.head = Embedding(text.vocab_size, text.hidden_size, text.initializer_range)
 
     @property
     def stack(self) -> Stack:
@@ -155,11 +152,23 @@ class Decoder(nnx.Module):
         vision: VisionInput | None = None,
         features_MX: Float[Array, "M X"] | None = None,
     ) -> tuple[Float[Array, "B T D"], DeepFeatures | None]:
-        """Returns (token embeddings, features that layers add to the hidden states). A text model ignores
-        `feature_index_BT`, and raises ValueError for pixels and features."""
-        if vision is not None or features_MX is not None:
-            raise ValueError("this is a text model; it can't read images or videos")
-        return walk.use(self.embedding)(tokens_BT), None
+        """Returns (token embeddings, features that layers add). A token's `feature_index_BT`, if not negative, is a row
+        of the features. The row's first D numbers replace the token's embedding; layers add the rest. Features are
+        those of `vision`, or `features_MX` if they were computed before. Without `vision`, the tower does not run.
+        Raises ValueError for features without `feature_index_BT`, and for the `vision` of a text model."""
+        x = walk.use(self.embedding)(tokens_BT)
+        if vision is not None:
+            features_MX = self.features(walk, vision).astype(x.dtype)
+            if vision.route is not None:
+                features_MX = vision.route(features_MX)
+        if features_MX is None:
+            return x, None
+        if feature_index_BT is None:
+            raise ValueError("pixels without feature_index_BT: nothing says which tokens they belong to")
+        is_feature, D = feature_index_BT >= 0, x.shape[-1]
+        first_MD = features_MX[:, :D].astype(x.dtype)
+        x = jnp.where(is_feature[..., None], first_MD[jnp.maximum(feature_index_BT, 0)], x)
+        return x, DeepFeatures(features_MX[:, D:], feature_index_BT) if features_MX.shape[1] > D else None
 
     def features(self, walk: Walk, vision: VisionInput) -> Float[Array, "M X"]:
         """The merged vision features, which `embed` takes instead of `vision`. A text model raises ValueError."""
@@ -205,10 +214,6 @@ def shapes_only(model: Decoder) -> Decoder:
     """The abstract model (`jax.ShapeDtypeStruct` for weights) of `model`, which may hold weights."""
     graphdef, params = split(model)
     return merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
-
-
-def is_abstract(model: Decoder) -> bool:
-    return isinstance(jax.tree.leaves(nnx.state(model, nnx.Param))[0], jax.ShapeDtypeStruct)
 
 
 def parameter_count(model: nnx.Module) -> int:
@@ -262,27 +267,19 @@ def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Arr
     return model.final_norm(walk, x)
 
 
-def logits(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T V"]:
-    """The next-token logits of every token, float32. All logits are in memory at once."""
-    hidden = hidden_states(model, inputs, walk)
-    return jnp.einsum("BTD,VD->BTV", hidden, model.head_weight(walk), preferred_element_type=jnp.float32)
-
-
 def logprobs(
     model: Decoder,
     inputs: PackedTokens,
     walk: Walk,
     *,
     temperature: float = 1.0,
-    vocab_chunk: int = 0,
     never_sampled: tuple[int, ...] = (),
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """(log-probability of each token given its predecessor's hidden state, entropy of that distribution), in nats.
 
     Both are float32, under `softmax(logits / temperature)`; temperatures of `inputs`, if any, replace `temperature`.
     If a token has no predecessor (the first of a segment, padding) the values are finite and meaningless.
-    `vocab_chunk` is the most tokens whose logits exist at once; 0 lets `token_logprobs` choose. Ids of `never_sampled`
-    have no probability, as in the engine.
+    Ids of `never_sampled` have no probability, as in the engine.
     """
     hidden = hidden_states(model, inputs, walk)
     predecessor = jnp.asarray(inputs.predecessor_BT)
@@ -296,7 +293,6 @@ def logprobs(
         before,
         head,
         jnp.asarray(inputs.tokens_BT),
-        chunk=vocab_chunk,
         temperature=temperature if inputs.temperatures_BT is None else jnp.asarray(inputs.temperatures_BT),
         allowed_V=jnp.asarray(allowed),
     )
@@ -305,8 +301,7 @@ def logprobs(
 def value_model(policy: Decoder) -> Decoder:
     """The abstract critic of `policy`: the same decoder with a head of one row. `policy` may be abstract."""
     critic = shapes_only(policy)
-    width = critic.config.text.hidden_size
-    critic.head = nnx.eval_shape(lambda: Embedding(1, width, 0.0, nnx.Rngs(0)))
+    critic.head = Embedding(1, critic.config.text.hidden_size, 0.0)
     return critic
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from sharding.kernels.delta import DeltaHeads, DeltaInputs
 from sharding.weights import WeightSpec, weight
 
-from .layers import Between, Normal, RMSNorm, add_bias, project
+from .layers import RMSNorm, add_bias, normal, project, uniform
 
 Aux = TypeVar("Aux")  # second result of the recurrence: the state after the tokens, or None
 Recur: TypeAlias = Callable[[DeltaInputs], tuple[Array, Aux]]
@@ -26,21 +26,19 @@ Recur: TypeAlias = Callable[[DeltaInputs], tuple[Array, Aux]]
 class GatedDeltaNet(nnx.Module):
     """Projections, decays and output gate. `qkv` has the channels of `DeltaHeads` as its outputs."""
 
-    def __init__(
-        self, width: int, heads: DeltaHeads, *, eps: float, std: float, rngs: nnx.Rngs, stack: int | None = None
-    ) -> None:
+    def __init__(self, width: int, heads: DeltaHeads, *, eps: float, std: float, stack: int | None = None) -> None:
         D, V, J, X = width, heads.value_heads, heads.value_size, heads.channels
-        init = Normal(std)
-        self.qkv = weight(rngs, WeightSpec((D, X), ("D", "X"), init, inputs=1), stack)
-        self.z = weight(rngs, WeightSpec((D, V, J), ("D", "N", "H"), init, inputs=1), stack)
-        self.b = weight(rngs, WeightSpec((D, V), ("D", "N"), init, inputs=1), stack)
-        self.a = weight(rngs, WeightSpec((D, V), ("D", "N"), init, inputs=1), stack)
-        self.conv = weight(rngs, WeightSpec((X, 4), ("X", "S"), init), stack)
+        init = normal(std)
+        self.qkv = weight(WeightSpec((D, X), ("D", "X"), init, inputs=1), stack)
+        self.z = weight(WeightSpec((D, V, J), ("D", "N", "H"), init, inputs=1), stack)
+        self.b = weight(WeightSpec((D, V), ("D", "N"), init, inputs=1), stack)
+        self.a = weight(WeightSpec((D, V), ("D", "N"), init, inputs=1), stack)
+        self.conv = weight(WeightSpec((X, 4), ("X", "S"), init), stack)
         # Decays of 0.6 to 0.999 a token, as in trained models. transformers' initial values let a state vanish at once.
-        self.decay_log = weight(rngs, WeightSpec((V,), ("N",), Between(0.0, math.log(16))), stack)  # A_log on disk
-        self.decay_bias = weight(rngs, WeightSpec((V,), ("N",), Between(-7.0, -3.5)), stack)  # dt_bias on disk
-        self.norm = RMSNorm(J, eps, rngs, stack, axis="H")
-        self.out = weight(rngs, WeightSpec((V, J, D), ("N", "H", "D"), init, inputs=2), stack)
+        self.decay_log = weight(WeightSpec((V,), ("N",), uniform(0.0, math.log(16))), stack)  # A_log on disk
+        self.decay_bias = weight(WeightSpec((V,), ("N",), uniform(-7.0, -3.5)), stack)  # dt_bias on disk
+        self.norm = RMSNorm(J, eps, stack, axis="H")
+        self.out = weight(WeightSpec((V, J, D), ("N", "H", "D"), init, inputs=2), stack)
 
     def __call__(self, x: Float[Array, "B T D"], recur: Recur[Aux]) -> tuple[Float[Array, "B T D"], Aux]:
         """`recur` returns `(out_BTVJ float32, aux)`; the layer returns this `aux`. Decays, beta and the gate are

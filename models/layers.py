@@ -4,80 +4,44 @@
 Norms, the exact GELU and rotary embeddings compute in float32, all other parts in the dtype of the weights.
 """
 
-import dataclasses
 import math
-from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from sharding.kernels import gated
 from sharding.mesh import target
-from sharding.weights import WeightSpec, weight
+from sharding.weights import Initializer, WeightSpec, weight, zeros
 
 from .config import RopeConfig
 
-ones = nnx.initializers.ones_init()
-zeros = nnx.initializers.zeros_init()
+
+def ones(_: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return np.ones(shape, np.float32)
 
 
-@runtime_checkable
-class DrawnOnHost(Protocol):
-    """Random initial values. A call samples values in JAX; `on_host` samples values of the same distribution in
-    numpy."""
-
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array: ...
-
-    def on_host(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Normal:
+def normal(std: float) -> Initializer:
     """Normally distributed initial values with mean 0."""
-
-    std: float
-
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-        return self.std * jax.random.normal(key, shape, dtype)
-
-    def on_host(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-        return np.float32(self.std) * rng.standard_normal(shape, np.float32)
+    return lambda rng, shape: np.float32(std) * rng.standard_normal(shape, np.float32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Between:
+def uniform(low: float, high: float) -> Initializer:
     """Initial values that are uniform in [low, high)."""
-
-    low: float
-    high: float
-
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-        return jax.random.uniform(key, shape, dtype, self.low, self.high)
-
-    def on_host(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-        return np.float32(self.low) + np.float32(self.high - self.low) * rng.random(shape, np.float32)
+    return lambda rng, shape: np.float32(low) + np.float32(high - low) * rng.random(shape, np.float32)
 
 
 class RMSNorm(nnx.Module):
     """The RMS norm times a scale, or times one plus a scale (`zero_centred`)."""
 
     def __init__(
-        self,
-        size: int,
-        eps: float,
-        rngs: nnx.Rngs,
-        stack: int | None = None,
-        axis: str = "D",
-        *,
-        zero_centred: bool = False,
+        self, size: int, eps: float, stack: int | None = None, axis: str = "D", *, zero_centred: bool = False
     ) -> None:
         self.eps = eps
         self.zero_centred = zero_centred
-        self.scale = weight(rngs, WeightSpec((size,), (axis,), zeros if zero_centred else ones), stack)
+        self.scale = weight(WeightSpec((size,), (axis,), zeros if zero_centred else ones), stack)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         wide = x.astype(jnp.float32)
@@ -88,10 +52,10 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    def __init__(self, size: int, eps: float, rngs: nnx.Rngs, stack: int | None = None) -> None:
+    def __init__(self, size: int, eps: float, stack: int | None = None) -> None:
         self.eps = eps
-        self.scale = weight(rngs, WeightSpec((size,), ("D",), ones), stack)
-        self.scale_bias = weight(rngs, WeightSpec((size,), ("D",), zeros), stack)
+        self.scale = weight(WeightSpec((size,), ("D",), ones), stack)
+        self.scale_bias = weight(WeightSpec((size,), ("D",), zeros), stack)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         wide = x.astype(jnp.float32)
@@ -104,34 +68,36 @@ class LayerNorm(nnx.Module):
 class GatedMLP(nnx.Module):
     """`down(silu(gate(x)) * up(x))`, with or without biases."""
 
-    def __init__(
-        self, width: int, inner: int, *, bias: bool, std: float, rngs: nnx.Rngs, stack: int | None = None
-    ) -> None:
-        self.gate = weight(rngs, WeightSpec((width, inner), ("D", "F"), Normal(std), inputs=1), stack)
-        self.up = weight(rngs, WeightSpec((width, inner), ("D", "F"), Normal(std), inputs=1), stack)
-        self.down = weight(rngs, WeightSpec((inner, width), ("F", "D"), Normal(std), inputs=1), stack)
+    def __init__(self, width: int, inner: int, *, bias: bool, std: float, stack: int | None = None) -> None:
+        self.gate = weight(WeightSpec((width, inner), ("D", "F"), normal(std), inputs=1), stack)
+        self.up = weight(WeightSpec((width, inner), ("D", "F"), normal(std), inputs=1), stack)
+        self.down = weight(WeightSpec((inner, width), ("F", "D"), normal(std), inputs=1), stack)
         self.bias = bias
         if bias:
-            self.gate_bias = weight(rngs, WeightSpec((inner,), ("F",), zeros), stack)
-            self.up_bias = weight(rngs, WeightSpec((inner,), ("F",), zeros), stack)
-            self.down_bias = weight(rngs, WeightSpec((width,), ("D",), zeros), stack)
+            self.gate_bias = weight(WeightSpec((inner,), ("F",), zeros), stack)
+            self.up_bias = weight(WeightSpec((inner,), ("F",), zeros), stack)
+            self.down_bias = weight(WeightSpec((width,), ("D",), zeros), stack)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         gate, up = project(x, self.gate), project(x, self.up)
         if self.bias:
             gate, up = add_bias(gate, self.gate_bias[...]), add_bias(up, self.up_bias[...])
-        out = project_gated(gate, up, self.down)
+        if self.down.get_metadata("spec").outputs_first or not target().is_gpu:
+            out = project(jax.nn.silu(gate) * up, self.down)
+        else:  # GPUs compute gradients in one pass over the activations
+            flat = [x.reshape(-1, x.shape[-1]) for x in (gate, up)]
+            out = gated.gated_product(*flat, self.down[...]).reshape(*gate.shape[:-1], -1)
         return add_bias(out, self.down_bias[...]) if self.bias else out
 
 
 class PlainMLP(nnx.Module):
     """`down(gelu(up(x)))` with biases, and with the approximation of the GELU by `tanh`."""
 
-    def __init__(self, width: int, inner: int, *, std: float, rngs: nnx.Rngs, stack: int | None = None) -> None:
-        self.up = weight(rngs, WeightSpec((width, inner), ("D", "F"), Normal(std), inputs=1), stack)
-        self.up_bias = weight(rngs, WeightSpec((inner,), ("F",), zeros), stack)
-        self.down = weight(rngs, WeightSpec((inner, width), ("F", "D"), Normal(std), inputs=1), stack)
-        self.down_bias = weight(rngs, WeightSpec((width,), ("D",), zeros), stack)
+    def __init__(self, width: int, inner: int, *, std: float, stack: int | None = None) -> None:
+        self.up = weight(WeightSpec((width, inner), ("D", "F"), normal(std), inputs=1), stack)
+        self.up_bias = weight(WeightSpec((inner,), ("F",), zeros), stack)
+        self.down = weight(WeightSpec((inner, width), ("F", "D"), normal(std), inputs=1), stack)
+        self.down_bias = weight(WeightSpec((width,), ("D",), zeros), stack)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         inner = jax.nn.gelu(add_bias(project(x, self.up), self.up_bias[...]), approximate=True)
@@ -141,8 +107,8 @@ class PlainMLP(nnx.Module):
 class Embedding(nnx.Module):
     """A table with a row for each token id. The table serves as the input embedding, the output head or both."""
 
-    def __init__(self, vocab: int, width: int, std: float, rngs: nnx.Rngs) -> None:
-        self.table = weight(rngs, WeightSpec((vocab, width), ("V", "D"), Normal(std)))
+    def __init__(self, vocab: int, width: int, std: float) -> None:
+        self.table = weight(WeightSpec((vocab, width), ("V", "D"), normal(std)))
 
     def __call__(self, tokens: Int[Array, "*shape"]) -> Float[Array, "*shape D"]:
         return self.table[...][tokens]
@@ -193,15 +159,6 @@ def kept_in_loop(rotary: tuple[Array, Array], x: Array) -> tuple[Array, Array]:
     if not target().is_gpu:
         return rotary
     return jax.lax.optimization_barrier((rotary, jax.lax.stop_gradient(x[:1, :1, :1])))[0]
-
-
-def project_gated(gate: Array, up: Array, matrix: nnx.Variable) -> Array:
-    """`project(silu(gate) * up, matrix)`. If the weight has its outputs last, as in training, GPUs compute gradients in
-    one pass over the activations."""
-    if matrix.get_metadata("spec").outputs_first or not target().is_gpu:
-        return project(jax.nn.silu(gate) * up, matrix)
-    flat = [x.reshape(-1, x.shape[-1]) for x in (gate, up)]
-    return gated.gated_product(*flat, matrix[...]).reshape(*gate.shape[:-1], -1)
 
 
 def _by_outputs(x: Array, weights: Array) -> Array:

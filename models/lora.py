@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 
 from sharding.walk import Params
 from sharding.weights import attach, beside, by_path, is_adapter
@@ -35,18 +34,10 @@ class Lora:
     targets: tuple[str, ...] = PROJECTIONS
 
 
-@dataclasses.dataclass(frozen=True)
-class Uniform:
-    """Initial values of the first adapter of a pair, as PEFT samples them: uniform in [-b, b] with b = 1 /
-    sqrt(inputs)."""
-
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-        bound = 1 / math.sqrt(math.prod(shape[:-1]))
-        return jax.random.uniform(key, shape, dtype, -bound, bound)
-
-    def on_host(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-        bound = np.float32(1 / math.sqrt(math.prod(shape[:-1])))
-        return bound * (2 * rng.random(shape, np.float32) - 1)
+def _as_peft(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Initial values of the first adapter of a pair: uniform in [-b, b] with b = 1 / sqrt(inputs)."""
+    bound = np.float32(1 / math.sqrt(math.prod(shape[:-1])))
+    return bound * (2 * rng.random(shape, np.float32) - 1)
 
 
 def adapted(model: Decoder, lora: Lora) -> Decoder:
@@ -54,7 +45,7 @@ def adapted(model: Decoder, lora: Lora) -> Decoder:
     ModelConfigError for a target that the model lacks."""
     shapes = shapes_only(model)
     paths = [weight.path for weight in _adapted_weights(model.config, lora)]
-    attach(shapes, paths, lora.rank, lora.alpha / lora.rank, Uniform())
+    attach(shapes, paths, lora.rank, lora.alpha / lora.rank, _as_peft)
     return shapes
 
 
@@ -166,9 +157,8 @@ def _settings(config: DecoderConfig, lora: Lora, base: str) -> dict[str, Any]:
 
 
 def _check_settings(folder: pathlib.Path, said: dict[str, Any], lora: Lora) -> None:
-    wanted: dict[str, Any] = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha}
-    wanted |= {"use_dora": False, "use_rslora": False, "bias": "none"}
     defaults = {"use_dora": False, "use_rslora": False, "bias": "none"}
+    wanted: dict[str, Any] = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, **defaults}
     for name, value in wanted.items():
         if (found := said.get(name, defaults.get(name))) != value:
             raise CheckpointError(

@@ -1,6 +1,7 @@
 """The table of architectures, which reads and writes the `config.json` of each architecture."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,6 @@ from .config import DecoderConfig, JsonObject, ModelConfigError, NameLayout
 from .folder import one_line
 
 if TYPE_CHECKING:
-    from flax.nnx import Rngs
-
     from .decoder import Decoder
     from .tensor_names import TensorName
 
@@ -32,15 +31,14 @@ class Architecture:
     name: str  # in `architectures` of config.json
     read: Callable[[JsonObject], DecoderConfig]
     write: Callable[[DecoderConfig], dict[str, Any]]
-    model: Callable[[DecoderConfig, "Rngs"], "Decoder"]
+    model: Callable[[DecoderConfig], "Decoder"]  # with shapes for weights
     tensor_names: Callable[[DecoderConfig, Mapping[Any, Any]], "list[TensorName]"]
     published: NameLayout = NameLayout.FLAT  # layout of published checkpoints, which SGLang reads
     rope_index: Callable[..., tuple[np.ndarray, int]] | None = None  # None: the model reads text only
     carried: str = ""  # prefix of tensors that no model here reads; they are copied into exports
 
 
-def _part(path: str) -> Callable[..., Any]:
-    return later(__name__, path)
+_part = functools.partial(later, __name__)
 
 
 def _text_model(name: str, read: str) -> Architecture:
@@ -48,36 +46,21 @@ def _text_model(name: str, read: str) -> Architecture:
     return Architecture(name, _part(read), _part(write), _part(model), _part(names))
 
 
+def _in_folder(folder: str, name: str, model: str, **more: Any) -> Architecture:
+    """An architecture of its own folder, with media, whose `params` has the usual names."""
+    read, write, names = (_part(f"{folder}.params:{part}") for part in ("read_config", "write_config", "tensor_names"))
+    rope_index = _part("qwen2_5_vl.positions:rope_index")  # from Qwen3-VL on, each frame pair is a medium of its own
+    return Architecture(name, read, write, _part(f"{folder}.modeling:{model}"), names, rope_index=rope_index, **more)
+
+
 # By `model_type` of config.json
 ARCHITECTURES = {
     "qwen2": _text_model("Qwen2ForCausalLM", read="hf_config:read_qwen2"),
     "qwen3": _text_model("Qwen3ForCausalLM", read="hf_config:read_qwen3"),
-    "qwen2_5_vl": Architecture(  # also MiMo-VL
-        "Qwen2_5_VLForConditionalGeneration",
-        read=_part("qwen2_5_vl.params:read_config"),
-        write=_part("qwen2_5_vl.params:write_config"),
-        model=_part("qwen2_5_vl.modeling:Qwen25VL"),
-        tensor_names=_part("qwen2_5_vl.params:tensor_names"),
-        rope_index=_part("qwen2_5_vl.positions:rope_index"),
-    ),
-    "qwen3_vl": Architecture(
-        "Qwen3VLForConditionalGeneration",
-        read=_part("qwen3_vl.params:read_config"),
-        write=_part("qwen3_vl.params:write_config"),
-        model=_part("qwen3_vl.modeling:Qwen3VL"),
-        tensor_names=_part("qwen3_vl.params:tensor_names"),
-        published=NameLayout.NESTED,
-        rope_index=_part("qwen2_5_vl.positions:rope_index"),  # each frame pair of a video is a medium of its own
-    ),
-    "qwen3_5": Architecture(
-        "Qwen3_5ForConditionalGeneration",
-        read=_part("qwen3_5.params:read_config"),
-        write=_part("qwen3_5.params:write_config"),
-        model=_part("qwen3_5.modeling:Qwen35"),
-        tensor_names=_part("qwen3_5.params:tensor_names"),
-        published=NameLayout.NESTED,
-        rope_index=_part("qwen2_5_vl.positions:rope_index"),
-        carried="mtp.",
+    "qwen2_5_vl": _in_folder("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "Qwen25VL"),  # also MiMo-VL
+    "qwen3_vl": _in_folder("qwen3_vl", "Qwen3VLForConditionalGeneration", "Qwen3VL", published=NameLayout.NESTED),
+    "qwen3_5": _in_folder(
+        "qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen35", published=NameLayout.NESTED, carried="mtp."
     ),
     "qwen3_5_text": Architecture(
         "Qwen3_5ForCausalLM",

@@ -6,9 +6,8 @@ Planning a step needs only the shapes of its pixels; only devices need the pixel
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, SupportsIndex, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -35,8 +34,8 @@ Fetch: TypeAlias = Callable[[Sequence[Rows]], Sequence[np.ndarray]]
 
 class ShadowTensor:
     """The shape and dtype of an array, and the `pieces` along its first axis (patches or frames) that form its data. A
-    shadow can be sliced along that axis, cut into equal shards, and concatenated with shadows and numpy's arrays by
-    `np.concatenate`. In a pytree, a shadow is a leaf. Every other use of its data raises ShadowError."""
+    shadow can be sliced along that axis, and concatenated with shadows and numpy's arrays by `np.concatenate`. In a
+    pytree, a shadow is a leaf. Every other use of its data raises ShadowError."""
 
     __slots__ = ("dtype", "pieces", "shape")
 
@@ -80,14 +79,6 @@ class ShadowTensor:
                     pieces.append(piece[low:high])
             begin += len(piece)
         return ShadowTensor(pieces, self.shape[1:], self.dtype)
-
-    def shard(self, index: SupportsIndex, count: int) -> ShadowTensor:
-        """Part `index` of `count` equal parts along the first axis. Raises ValueError if rows don't divide evenly."""
-        size, rest = divmod(len(self), count)
-        if rest:
-            raise ValueError(f"{len(self)} rows can't be cut into {count} equal shards")
-        first = operator.index(index) * size
-        return self[first : first + size]
 
     @property
     def elsewhere(self) -> tuple[Rows, ...]:
@@ -146,13 +137,9 @@ def _named(rows: Rows) -> str:
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     result: list[Piece] = []
     for piece in pieces:
-        last = result[-1] if result else None
-        if (
-            isinstance(piece, Rows)
-            and isinstance(last, Rows)
-            and (last.ticket, last.stop) == (piece.ticket, piece.start)
-        ):
-            result[-1] = Rows(piece.ticket, last.start, piece.stop)
-        elif len(piece):
-            result.append(piece)
+        match result[-1:], piece:
+            case [Rows(ticket, start, stop)], Rows() if (ticket, stop) == (piece.ticket, piece.start):
+                result[-1] = Rows(ticket, start, piece.stop)
+            case _ if len(piece):
+                result.append(piece)
     return result

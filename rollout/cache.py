@@ -100,11 +100,13 @@ class KVCache:
         return jax.tree.map(lambda x, y: x.at[:, slot_B].set(y.astype(x.dtype), mode="drop"), self.states, new)
 
     def extended(
-        self, layer: int, entry_B: Int[Array, " B"], k_BKH: Float[Array, "B K H"], v_BKH: Float[Array, "B K H"]
+        self, layer: int, pages_BC: AnyArray, entry_B: Array, k_BKH: Float[Array, "B K H"], v_BKH: Float[Array, "B K H"]
     ) -> KVCache:
-        """The cache with one new entry of each sample in one layer. Entry `e` is token `e % PAGE_TOKENS` of page
-        `e // PAGE_TOKENS`. Out-of-range entries are not written."""
-        page_B, place_B = entry_B // PAGE_TOKENS, entry_B % PAGE_TOKENS
+        """The cache with the entry of number `entry_B` of each sample in one layer. The entry is in the sample's page
+        `entry_B // PAGE_TOKENS`, and is not written if there is no such page, or if it is out of range."""
+        C, place_B = self.k_LCKSH.shape[1], entry_B % PAGE_TOKENS
+        number_B1 = entry_B[:, None] // PAGE_TOKENS
+        page_B = jnp.take_along_axis(jnp.asarray(pages_BC), number_B1, axis=1, mode="fill", fill_value=C)[:, 0]
 
         def write(x: Array, new: Array) -> Array:
             return x.at[layer, page_B, :, place_B].set(new, mode="drop")

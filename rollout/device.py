@@ -14,12 +14,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 import models
-from models.decoder import Decoder, is_abstract, shapes_only
+from models.decoder import Decoder, shapes_only
 from models.hf import tensor_names
 from models.inputs import PackedTokens
 from models.shadow import Fetch, ShadowTensor
 from models.tensor_names import TensorName
 from sharding.mesh import exact_products
+from sharding.walk import is_abstract
 from sharding.weights import by_path
 
 from .cache import KVCache, Rows
@@ -97,8 +98,6 @@ class DeviceState:
     """Weights and cache on the devices. Only one thread at a time may use an object. The weights of `model` are cast to
     `dtype` (None: not cast). Weights of layers are copied; other weights are shared unless layout or dtype change."""
 
-    params: LayerParams | None  # None: no update yet, lost by a failure, or asleep without weights
-
     def __init__(
         self,
         model: Decoder,
@@ -122,9 +121,9 @@ class DeviceState:
         }
         exact_products(self.cache_dtype)
         self._settle(layout)
-        self.params = None
-        if not is_abstract(model):
-            self._replace(models.split(model)[1])
+        self.params: LayerParams | None = None  # None: no update yet, lost by a failure, or asleep without weights
+        if not is_abstract(weights := models.split(model)[1]):
+            self._replace(weights)
         self.cache: KVCache | None = None  # None until a program needs it; a failure, a move or sleep drops it
         self.last_N: jax.Array | None = None  # made with the cache: the last token of each slot's sample, or `ENDED`
         self.shapes: set[Program] = set()  # of all calls so far

@@ -80,9 +80,8 @@ class FleetState:
     def __post_init__(self) -> None:
         self.members: list[Server] = []
         self.fatal: Exception | None = None  # an error that no restart can mend
-        self.homes: dict[
-            str, dict[int, Server]
-        ] = {}  # by session and number of the sample: the server of the last turn
+        # The server of the last turn, by session and number of the sample.
+        self.homes: dict[str, dict[int, Server]] = {}
         self._changed = asyncio.Event()  # replaced each time it is set
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -60,19 +60,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "images and videos (default: as the checkpoint says)",
         "Qwen3-VL bounds the pixels of all frames of a video together, other models those of each frame",
     )
-    media.add_argument(
-        "--min-pixels",
-        type=positive,
-        metavar="N",
-        help="the fewest pixels of an image or frame; smaller ones are enlarged",
-    )
-    media.add_argument(
-        "--max-pixels", type=positive, metavar="N", help="the most pixels of an image or frame; larger ones are reduced"
-    )
-    media.add_argument(
-        "--fps", type=number(float, 0, above=True), metavar="X", help="frames read from each second of a video"
-    )
-    media.add_argument("--max-frames", type=number(int, 2), metavar="N", help="the most frames read from a video")
+    for flag, kind, sign, what in (
+        ("--min-pixels", positive, "N", "the fewest pixels of an image or frame; smaller ones are enlarged"),
+        ("--max-pixels", positive, "N", "the most pixels of an image or frame; larger ones are reduced"),
+        ("--fps", number(float, 0, above=True), "X", "frames read from each second of a video"),
+        ("--max-frames", number(int, 2), "N", "the most frames read from a video"),
+    ):
+        media.add_argument(flag, type=kind, metavar=sign, help=what)
     sampling = parser.add_argument_group("sampling (default: as generation_config.json says)")
     sampling.add_argument(
         "--max-tokens", type=positive, metavar="N", help=f"the most tokens of an answer (default {MAX_TOKENS})"

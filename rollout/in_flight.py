@@ -36,11 +36,6 @@ class RunningSample:
         """Says whether the sample has no pages, and is neither ended nor aborted."""
         return not (self.pages or self.ended or self.aborted)
 
-    def forget_context(self) -> None:
-        """Drops a prefill that has read pages of the prompt, because these pages were freed."""
-        if self.place is not None and self.place[1].skip:
-            self.place = None
-
     @property
     def age(self) -> tuple[bool, int, int]:
         """The sort key of the order in which samples get pages; the last sample loses pages first."""

@@ -110,7 +110,7 @@ class JaxEngine:
             kept_states=kept_states if model.config.text.delta is not None else 0,
             shadows=fetch is not None,
         )
-        self._kv_fraction, self._kv_given = kv_fraction, kv_tokens  # kv_tokens 0: `_size_cache` determines the size
+        self._kv_fraction, self._kv_given = kv_fraction, kv_tokens  # kv_tokens 0: the first request determines the size
         self._device = DeviceState(model, self._limits, layout, compute_dtype, fetch)
         self._scheduler = Scheduler(self._limits)
         self._version = version
@@ -132,18 +132,14 @@ class JaxEngine:
         if not self.has_weights:
             raise EngineError("the engine has no weights: call update_weights first")
         if not self._limits.kv_tokens and not self._scheduler.jobs:
-            self._size_cache()
+            # The longest sequence always fits, however little memory is free.
+            self._limits = self._device.limits = self._with_cache(self._kv_fraction)
+            self._scheduler.resize(self._limits)
         mailbox = Mailbox()
         job, deliveries = self._scheduler.submit(request, mailbox)
         self._deliver(deliveries)
         self._kick()
         return TokenStream(mailbox, functools.partial(self._abandon, job))
-
-    def _size_cache(self) -> None:
-        """Sets the size of the cache, before the first request on these devices. The longest sequence always fits,
-        however little memory is free."""
-        self._limits = self._device.limits = self._with_cache(self._kv_fraction)
-        self._scheduler.resize(self._limits)
 
     def _with_cache(self, share: float) -> EngineLimits:
         """The limits with a cache within `share` of the free device memory, unless the size is configured."""

@@ -31,13 +31,14 @@ class LocalProcess:
 
     def __init__(self, log: pathlib.Path) -> None:
         self.log = log
-        self._process: subprocess.Popen[bytes] | None = None
+        # The process; None before `begin` and after `kill`. Another thread may end the process meanwhile.
+        self.running: subprocess.Popen[bytes] | None = None
 
     def begin(self, words: Sequence[str], variables: Mapping[str, str]) -> None:
         """Runs a command in an environment. If there is no such program, the process ends, and `log` has the error."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
-            self._process = subprocess.Popen(
+            self.running = subprocess.Popen(
                 [sys.executable, __file__, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -46,23 +47,13 @@ class LocalProcess:
                 start_new_session=True,  # Ctrl-C reaches the run only; `_signal` reaches all processes of the command
             )
 
-    @property
-    def running(self) -> subprocess.Popen[bytes] | None:
-        """The process; None before `begin` and after `kill`. Another thread may end the process meanwhile."""
-        return self._process
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
     def ended(self) -> int | None:
         """The exit status; None while the command runs, before `begin` and after `kill`."""
-        return None if self._process is None else self._process.poll()
+        return None if self.running is None else self.running.poll()
 
     def stop(self) -> None:
         """Ends the command and its processes by SIGTERM, after `GRACE` by SIGKILL. Blocks for a few seconds at most."""
-        process = self._process  # another thread may kill it meanwhile
+        process = self.running  # another thread may kill it meanwhile
         if process is None:
             return
         _signal(process, signal.SIGTERM)
@@ -73,32 +64,28 @@ class LocalProcess:
 
     def send(self, number: int) -> None:
         """Sends a signal to the command and all its processes."""
-        if self._process is not None:
-            _signal(self._process, number)
+        if self.running is not None:
+            _signal(self.running, number)
 
     def kill(self) -> None:
-        process, self._process = self._process, None
+        process, self.running = self.running, None
         if process is not None:
             _signal(process, signal.SIGKILL)
             process.wait()
 
     def last_words(self, lines: int = 5) -> str:
         """The end of the log, for messages."""
-        return "\n".join(_tail(self.log, lines))
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(0, self.log.stat().st_size - 8192))
+                return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+        except OSError:
+            return ""
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-
-
-def _tail(file: pathlib.Path, lines: int) -> Sequence[str]:
-    try:
-        with file.open("rb") as log:
-            log.seek(max(0, file.stat().st_size - 8192))
-            return log.read().decode(errors="replace").splitlines()[-lines:]
-    except OSError:
-        return []
 
 
 @dataclasses.dataclass(frozen=True)

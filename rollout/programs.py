@@ -68,7 +68,8 @@ class EnginePrograms:
         self.graphdef, self.rows = graphdef, rows
         self.prefill = jax.jit(self._prefill)
         self.features = jax.jit(self._features)
-        self.keep = jax.jit(self._keep, donate_argnums=0)
+        # Puts features [M, X] into rows [F, X], from a row on.
+        self.keep = jax.jit(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0), donate_argnums=0)
         self.fill = jax.jit(self._fill, donate_argnums=0)
         self.start = jax.jit(self._start, donate_argnums=(1, 2))
         self.decode = jax.jit(self._decode, donate_argnums=(1, 2))
@@ -85,11 +86,6 @@ class EnginePrograms:
             return x
         assert isinstance(self.rows[0], NamedSharding)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.rows[0].mesh, P()))
-
-    def _keep(
-        self, rows_FX: Float[Array, "F X"], features_MX: Float[Array, "M X"], row: Int[AnyArray, ""]
-    ) -> Float[Array, "F X"]:
-        return jax.lax.dynamic_update_slice_in_dim(rows_FX, features_MX, row, axis=0)
 
     def _divided(self) -> contextlib.AbstractContextManager[None]:
         """Selects portable code for several devices, since the compiler can't divide the GPU kernels of attention."""
@@ -203,7 +199,7 @@ class EnginePrograms:
         ends with the last sample or after the steps."""
         model, layers = model_by_layers(self.graphdef, params)
         text = model.config.text
-        B, room = batch.entries_BR.shape
+        B, room = len(batch.slot_B), batch.longest
         first_B = jnp.take(last_N, batch.slot_B, mode="clip")
         numbers, order = _numbers(model), model.stack.order
         states = [
@@ -219,7 +215,7 @@ class EnginePrograms:
             token_B: Array, alive_B: Array, cache: KVCache, states: list[DeltaState | None], i: Array
         ) -> tuple[Array, KVCache, list[DeltaState | None]]:
             positions_3B1 = jnp.broadcast_to((batch.position_B + i)[None, :, None], (3, B, 1))
-            rotary, entry_B = model.rotary(positions_3B1), batch.entries_BR[:, i]
+            rotary, entry_B = model.rotary(positions_3B1), batch.length_B + i
             length_B = jnp.where(alive_B, batch.length_B + i + 1, 1)  # an ended sample may lack pages for more tokens
 
             def step(
@@ -228,7 +224,7 @@ class EnginePrograms:
                 (x, cache), (number, state) = carry, xs
 
                 def attend(q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
-                    new = cache.extended(number, entry_B, k[:, 0], v[:, 0])
+                    new = cache.extended(number, batch.pages_BC, entry_B, k[:, 0], v[:, 0])
                     return self._over_pages(q[:, 0], new, batch.pages_BC, length_B, number)[:, None], new
 
                 def recur(channels: DeltaInputs) -> tuple[Array, DeltaState]:

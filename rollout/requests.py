@@ -299,9 +299,8 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[TokenChunk | Exception | None] = (
-            asyncio.Queue()
-        )  # chunks, then an error or None at the end
+        # Chunks, then an error or None at the end.
+        self._items: asyncio.Queue[TokenChunk | Exception | None] = asyncio.Queue()
         self._closed = False
 
     def put(self, chunk: TokenChunk) -> None:

@@ -2,8 +2,7 @@
 
 Samples wait in the order of submission (or of seeds). They get the lowest free slots and then free pages in that order,
 so that equal submissions give equal batches. All samples of a request share the full pages of its prompt. A sample with
-empty pages (it is new, was preempted, or the weights changed) is *started* from prefilled rows; a started sample is
-decoded. A *turn* of the engine starts some samples, or is a *round*, in which all started samples get some tokens.
+empty pages (it is new, was preempted, or the weights changed) is *started* from prefilled rows.
 
 A sample gets pages for the tokens that it has, not for tokens that may follow, since most responses end long before
 their limit. If a round finds no free page, the youngest sample with pages is *preempted*: it loses its pages. It is
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 PREFILL_TOKENS = 4096  # the most tokens of a turn of starts, unless a prompt that can't be cut has more
 LONGER = 4  # ratio of one length of rounds to the next shorter length
 CHUNK_TOKENS = 2048  # the most tokens of one prompt or sample in one prefill; a multiple of a page
-
 
 Delivery = tuple[Job, TokenChunk]
 
@@ -262,8 +260,9 @@ class Scheduler:
             self._release_state(job)
         if job.pages and not job.holders:
             job.pages, job.filled, job.features, job.prompt = [], 0, None, job.request.prompt
-            for sibling in job.samples:
-                sibling.forget_context()
+            for sibling in job.samples:  # drops prefills that have read pages of the prompt
+                if sibling.place is not None and sibling.place[1].skip:
+                    sibling.place = None
 
     def upcoming(self) -> Iterator[Job]:
         """Yields the jobs that wait for a start after the planned turn, in about the order of their starts. These

@@ -36,32 +36,24 @@ GRACE = 10.0  # seconds for the replies of aborted samples, which may wait for a
 TURN = 5.0  # seconds for the program that the engine still runs
 
 
-def _version(text: str) -> str:
-    if not text.isdecimal() or len(text) > 18 or str(int(text)) != text:
-        raise argparse.ArgumentTypeError(f"must be a number in decimal digits, not {text}")
-    return text
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         prog="python -m rollout.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face checkpoint folder")
-    parser.add_argument("--weight-version", type=_version, default="0", metavar="N",
+    parser.add_argument("--weight-version", type=number(int, 0, 10**18 - 1), default=0, metavar="N",
                         help="version of the weights in DIR (default 0)")  # fmt: skip
     add_network_flags(parser)
-    engine, count = parser.add_argument_group("engine"), number(int, 1)
-    engine.add_argument("--slots", type=count, default=256, metavar="N", help="samples that run at once (default 256)")
-    engine.add_argument("--max-sequence-tokens", type=count, default=4096, metavar="N",
-                        help="most tokens of a prompt and its response (default 4096)")  # fmt: skip
-    engine.add_argument("--kv-tokens", type=count, metavar="N",
-                        help="tokens that the cache holds (default: as the memory allows)")  # fmt: skip
-    engine.add_argument("--steps-per-sync", type=number(int, 0), default=0, metavar="N",
-                        help="tokens of a sample in a round (default 0: 4 to 64, on CPUs to 16)")  # fmt: skip
-    engine.add_argument("--kept-states", type=number(int, 0), default=0, metavar="N",
-                        help="states that Gated DeltaNet keeps between turns of sessions (default 0)")  # fmt: skip
-    engine.add_argument("--tp", type=count, default=1, metavar="N",
-                        help="devices that compute together: 1, 2, 4, ... (default 1)")  # fmt: skip
+    engine, count, whole = parser.add_argument_group("engine"), number(int, 1), number(int, 0)
+    for flag, kind, default, what in (
+        ("--slots", count, 256, "samples that run at once (default 256)"),
+        ("--max-sequence-tokens", count, 4096, "most tokens of a prompt and its response (default 4096)"),
+        ("--kv-tokens", count, None, "tokens that the cache holds (default: as the memory allows)"),
+        ("--steps-per-sync", whole, 0, "tokens of a sample in a round (default 0: 4 to 64, on CPUs to 16)"),
+        ("--kept-states", whole, 0, "states that Gated DeltaNet keeps between turns of sessions (default 0)"),
+        ("--tp", count, 1, "devices that compute together: 1, 2, 4, ... (default 1)"),
+    ):
+        engine.add_argument(flag, type=kind, default=default, metavar="N", help=what)
     engine.add_argument("--dtype", choices=["float32", "bfloat16"],
                         help="dtype of weights and compute (default: as the checkpoint's embedding)")  # fmt: skip
     options = parser.parse_args(arguments)
@@ -99,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
             kept_states=options.kept_states,
             compute_dtype=dtype,
             devices=devices[: options.tp],
-            version=int(options.weight_version),
+            version=options.weight_version,
         )
         config = model.config
         del model  # the engine has its own copy of the layers

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import json
 import time
 from collections import OrderedDict
@@ -107,14 +106,13 @@ class RolloutServer:
         raw = await request.body()
         eos_ids = self._processor.eos_ids
         body = await asyncio.to_thread(read_body, raw, self._config.text.vocab_size, eos_ids)
-        read = functools.partial(requests_of, shadows=self._engine.shadows, kept=self._kept)
         del raw
         for sample in body.samples:
             if sample.rid in self._answers:
                 raise BadRequest(f"rid: {sample.rid!r} is in flight already")
         call = Call(body, self._engine, self._processor, self._answers)
         try:
-            call.submit(await asyncio.to_thread(read, body, self._config, self._processor))
+            call.submit(await asyncio.to_thread(requests_of, body, self._config, self._processor, self._kept))
             await self._end(answer for answer in call.answers if answer.aborted or self._stopping)
         except BaseException:
             await call.close()

@@ -24,7 +24,7 @@ from models.processing import Processor
 
 from .engine import GenerateRequest, SamplingParams
 from .requests import as_integer, checked_sampling
-from .wire import FIELDS, BadRequest, Json, array_of, completed, given_prompt, is_shadow, our_media, sampling_of
+from .wire import FIELDS, BadRequest, Json, array_of, completed, given_prompt, our_media, sampling_of
 
 # The fields of a body that are read, and hints for routers and logs, which change no answer.
 READ = {
@@ -165,18 +165,13 @@ def _object(name: str, value: Any) -> Json:
 
 
 def requests_of(
-    body: Body, config: DecoderConfig, processor: Processor, *, shadows: bool, kept: OrderedDict[str, np.ndarray]
+    body: Body, config: DecoderConfig, processor: Processor, kept: OrderedDict[str, np.ndarray]
 ) -> list[tuple[GenerateRequest, list[int]]]:
     """The requests of a body, not checked by the engine yet, each with the indices of its samples in the body. Call
-    this function in a thread, since it reads the arrays of media. With `shadows`, patches may be tickets, whose pixels
-    the engine fetches. `kept` has the media of earlier turns (`wire.completed`)."""
+    this function in a thread, since it reads the arrays of media. `kept` has the media of earlier turns
+    (`wire.completed`)."""
     sent: dict[str, Json] = {}  # media whose patches are sent, by key; several samples may show one medium
     for field, media in (pair for sample in body.samples for pair in sample.media.items()):
-        if is_shadow(media.get("patches")) and not shadows:
-            raise BadRequest(
-                f"{field} has tickets in the place of patches, but this server was made without `fetch`; send the "
-                "pixels"
-            )
         if "patches" in media:
             sent[media["key"]] = {**media, "patches": completed(field, media, kept)}
     shown = list(map(_prompt_key, body.samples))

@@ -94,7 +94,7 @@ class WeightRoutes:
             await self._serve(folder, version)
         except Exception as error:
             raise RuntimeError(f"{folder}: {type(error).__name__}: {error}") from error
-        return {"message": f"Weights of {folder} are served as version {self._version}."}
+        return {"message": f"Weights of {folder} are served as version {self._engine.stats().version}."}
 
     async def _begin(self, body: Json) -> Json:
         self._session, self._session_version = {}, None  # drops the buckets of an unfinished update
@@ -140,7 +140,7 @@ class WeightRoutes:
         loaded = await asyncio.to_thread(models.load, folder, self._dtype, on_host)
         params = models.split(loaded)[1]
         del loaded
-        await self._engine.update_weights(self._version if version is None else version, params)
+        await self._engine.update_weights(self._engine.stats().version if version is None else version, params)
 
     async def _rename(self, request: Request) -> Response:
         body = read_json_object(await request.body())
@@ -174,10 +174,6 @@ class WeightRoutes:
     async def _abort_if_asked(self, body: Json) -> None:
         if body.get("abort_all_requests") is True:
             await self._abort_all()
-
-    @property
-    def _version(self) -> int:
-        return self._engine.stats().version
 
 
 def _tensors(data: bytes) -> dict[str, np.ndarray]:

@@ -110,14 +110,14 @@ class DecodeRound:
     not have this token yet. If the device found that a sample has ended, the sample's row does nothing."""
 
     pages_BC: Int[AnyArray, "B C"]  # pages of each sample, filled up with pages out of range
-    entries_BR: Int[AnyArray, "B R"]  # entries for the tokens of the longest round, numbered through all pages
-    steps: Int[AnyArray, ""]  # the most tokens that a sample gets in this round; further entries are not written
+    steps: Int[AnyArray, ""]  # the most tokens that a sample gets in this round
     slot_B: Int[AnyArray, " B"]  # out of range in padding
     position_B: Int[AnyArray, " B"]  # rotary position of the last token
     length_B: Int[AnyArray, " B"]  # entries in the cache
     index_B: Int[AnyArray, " B"]  # tokens of the response so far
     remaining_B: Int[AnyArray, " B"]  # tokens that the sample may still get; 0 in padding
     sampling: SlotSampling
+    longest: int = dataclasses.field(metadata={"static": True})  # the most tokens of a sample in any round
 
 
 class SlotTable:
@@ -210,31 +210,23 @@ class SlotTable:
 
     def round(self, slots_B: np.ndarray, size: int, steps: int, longest: int) -> DecodeRound:
         """The input of the decode program for a round of `steps` tokens, filled up to `size` rows that do nothing.
-        Shapes depend on `longest`, the most tokens of a round, not on `steps`, so that one program serves all
-        rounds."""
+        Shapes depend on `longest`, not on `steps`, so that one program serves all rounds."""
         padding = size - len(slots_B)
         tokens_B = self.tokens_N[slots_B]
-        cached_B = self.prompt_N[slots_B] + tokens_B - 1  # the last token is the round's first input
-        entry_BR = cached_B[:, None] + np.arange(steps)
-        page_BR = np.minimum(entry_BR // PAGE_TOKENS, self.page_NC.shape[1] - 1)
-        written_BR = self.page_NC[slots_B[:, None], page_BR] * PAGE_TOKENS + entry_BR % PAGE_TOKENS
-        written_BR[entry_BR >= self.page_NC.shape[1] * PAGE_TOKENS] = self.no_page * PAGE_TOKENS
-        entries_BR = np.full((size, longest), self.no_page * PAGE_TOKENS, np.int32)
-        entries_BR[: len(slots_B), :steps] = written_BR
 
         def fill(x_B: np.ndarray) -> np.ndarray:
             return np.pad(x_B, (0, padding))
 
         return DecodeRound(
-            pages_BC=np.pad(self.page_NC[slots_B], ((0, padding), (0, 0))),
-            entries_BR=entries_BR,
+            pages_BC=np.pad(self.page_NC[slots_B], ((0, padding), (0, 0)), constant_values=self.no_page),
             steps=np.array(steps, np.int32),
             slot_B=self.padded(slots_B, size),
             position_B=fill(self.next_position_N[slots_B] + tokens_B - 1),
-            length_B=fill(cached_B),
+            length_B=fill(self.prompt_N[slots_B] + tokens_B - 1),  # the last token is the round's first input
             index_B=fill(tokens_B),
             remaining_B=fill(self.limit_N[slots_B] - tokens_B),
             sampling=self.sampling(slots_B, size),
+            longest=longest,
         )
 
     def padded(self, slots: Sequence[int] | np.ndarray, size: int) -> np.ndarray:

@@ -247,7 +247,7 @@ class StreamedModel:
 
         def step(layer: Params | Parts, upcoming: Parts, x: jax.Array, number: int) -> tuple[jax.Array, Parts]:
             kind = self._order[number]
-            x, fetched, rows = self._programs.prefill(layer, upcoming, x, rotary, *places, room=room, kind=kind)
+            x, fetched, rows = self._programs.prefill(layer, upcoming, x, rotary, places, room=room, kind=kind)
             if rows is not None:
                 kept.append(rows)
             return x, fetched
@@ -262,10 +262,8 @@ class StreamedModel:
         x, rotary = self._programs.embed(self._outer, token_B[:, None], positions_3B1)
 
         def step(layer: Params | Parts, upcoming: Parts, x: jax.Array, i: int) -> tuple[jax.Array, Parts]:
-            place, kind = (np.int32(first), np.int32(number)), self._order[i]
-            x, fetched, kept[i] = self._programs.decode(
-                layer, upcoming, x, kept[i], rotary, length_B, *place, kind=kind
-            )
+            reach, kind = (length_B, np.int32(first), np.int32(number)), self._order[i]
+            x, fetched, kept[i] = self._programs.decode(layer, upcoming, x, kept[i], rotary, reach, kind=kind)
             return x, fetched
 
         return (yield from self._pass(x, step))

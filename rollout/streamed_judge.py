@@ -11,7 +11,7 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from .engine import EngineError
@@ -24,13 +24,9 @@ Result = TypeVar("Result")
 Turns: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
-def in_loop(turns: Turns, loop: asyncio.AbstractEventLoop) -> Turns:
+def in_loop(turns: Callable[[Any], Coroutine[Any, Any, Any]], loop: asyncio.AbstractEventLoop) -> Turns:
     """Makes `turns` of an engine on `loop` usable for a judge that is called from another loop."""
-
-    async def turn(work: Callable[[], Result]) -> Result:
-        return await turns(work)
-
-    return lambda work: asyncio.wrap_future(asyncio.run_coroutine_threadsafe(turn(work), loop))
+    return lambda work: asyncio.wrap_future(asyncio.run_coroutine_threadsafe(turns(work), loop))
 
 
 @dataclasses.dataclass(eq=False)

@@ -34,6 +34,9 @@ PARTS = 4  # parts of a layer's weights; while one layer computes, from none to 
 Parts: TypeAlias = tuple[Array, ...]  # a layer's weights as equal pieces of one flat array, or some of the pieces
 KeyValues: TypeAlias = tuple[Array, Array]  # keys and values of one layer, [B, S, K, H]
 Kept: TypeAlias = KeyValues | DeltaState  # what a layer keeps of earlier tokens
+Layer: TypeAlias = Params | Parts  # the weights of a resident layer, or the parts of a streamed layer
+Packing: TypeAlias = tuple[Int[Array, "B T"], Int[Array, "B T"], PackedRuns | None]  # segments, branches, runs
+Reach: TypeAlias = tuple[Int[Array, " B"], Int[Array, ""], Int[Array, ""]]  # (length_B, first, number) of `decode`
 
 
 class LayerKind(NamedTuple):
@@ -87,7 +90,7 @@ class StreamedPrograms:
             start = stop
         return unflatten_dict(weights)
 
-    def _module(self, layer: Params | Parts, kind: str) -> Any:
+    def _module(self, layer: Layer, kind: str) -> Any:
         weights = layer if isinstance(layer, dict) else self._unpack(layer, kind=kind)
         return nnx.merge(self.kinds[kind].graphdef, weights)
 
@@ -98,21 +101,12 @@ class StreamedPrograms:
         return model.embed(self.walk, tokens_BT)[0], model.rotary(positions_3BT)
 
     def _prefill(
-        self,
-        layer: Params | Parts,
-        upcoming: Parts,
-        x: Float[Array, "B T D"],
-        rotary: Rotary,
-        segments_BT: Int[Array, "B T"],
-        branches_BT: Int[Array, "B T"],
-        runs: PackedRuns | None,
-        *,
-        room: int,
-        kind: str,
+        self, layer: Layer, upcoming: Parts, x: Array, rotary: Rotary, packing: Packing, *, room: int, kind: str
     ) -> tuple[Float[Array, "B T D"], Parts, Kept | None]:
         """Computes a layer over packed rows. Returns (hidden states, `upcoming` on the device, what the layer keeps).
         The layer keeps keys and values, with `room` free columns behind each row, or the state after each row's last
         token. If `room` is 0, the layer keeps nothing (None)."""
+        segments_BT, branches_BT, runs = packing
         attend_rows = packed_attention(segments_BT, branches_BT)
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, KeyValues | None]:
@@ -129,20 +123,11 @@ class StreamedPrograms:
         return x, fetched, kept
 
     def _decode(
-        self,
-        layer: Params | Parts,
-        upcoming: Parts,
-        x: Float[Array, "B 1 D"],
-        kept: Kept,
-        rotary: Rotary,
-        length_B: Int[Array, " B"],
-        first: Int[Array, ""],
-        number: Int[Array, ""],
-        *,
-        kind: str,
+        self, layer: Layer, upcoming: Parts, x: Array, kept: Kept, rotary: Rotary, reach: Reach, *, kind: str
     ) -> tuple[Float[Array, "B 1 D"], Parts, Kept]:
         """Computes a layer over token `number` of each row's response. Keys and values of responses are in the columns
         from `first` on, keys and values of a row's prompt in its first `length_B` columns."""
+        length_B, first, number = reach
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, KeyValues]:
             assert not isinstance(kept, DeltaState)

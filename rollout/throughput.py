@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from models.config import JsonObject, TextConfig
+from models.config import TextConfig
 
 VERSION = 1
 
@@ -57,7 +57,10 @@ class Profile:
         if version != VERSION:
             raise ProfileError(f"{path} is no profile of version {VERSION} (its version: {version})")
         try:
-            points = tuple(_point(fields) for fields in read["points"])
+            names = [field.name for field in dataclasses.fields(Point)]
+            points = tuple(Point(*(fields[name] for name in names)) for fields in read["points"])
+            if wrong := [point for point in points if not min(dataclasses.astuple(point)) > 0]:
+                raise ValueError(f"all numbers of {wrong[0]} must be positive")
             profile = Profile(str(read["device"]), int(read["devices"]), dict(read["model"]), points)
         except (KeyError, TypeError, ValueError) as error:
             raise ProfileError(f"{path} is damaged: {type(error).__name__}: {error}") from error
@@ -89,10 +92,3 @@ def sizes(text: TextConfig) -> dict[str, int]:
     """The sizes by which a profile identifies a model."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     return {name: getattr(text, name) for name in names}
-
-
-def _point(read: JsonObject) -> Point:
-    numbers = [read[field.name] for field in dataclasses.fields(Point)]
-    if not min(numbers) > 0:
-        raise ValueError(f"all numbers of {read} must be positive")
-    return Point(*numbers)

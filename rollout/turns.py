@@ -1,7 +1,6 @@
-"""Plans the two kinds of turn on the host; `rollout.device` runs them.
+"""Plans the two kinds of turn (`rollout.jax_engine`) on the host; `rollout.device` runs them.
 
-A *start* prefills prompts and responses so far, and gives one token to each sample that it starts. A *round* gives
-each running sample some tokens. Samples that start together share the computation of their prompt.
+Samples that start together share the computation of their prompt.
 
 A prompt, or a prompt with its response so far, is computed in chunks if it is longer than `CHUNK_TOKENS`. A chunk is
 written to pages. Later chunks attend to these pages, and so do samples that start later than other samples of the
@@ -72,14 +71,6 @@ class Place(NamedTuple):
     skip: int = 0
 
 
-class Shown(NamedTuple):
-    """The patches `start .. stop` of a batch belong to request `rid`."""
-
-    rid: str
-    start: int
-    stop: int
-
-
 @dataclasses.dataclass(eq=False)
 class PrefillBatch:
     """One call of the prefill program. `places[i][j]` is the place of sample `j` of prefix `i`. The engine fills in
@@ -89,7 +80,7 @@ class PrefillBatch:
     places: list[list[Place]]
     tokens: int  # computed tokens, without padding
     context: Context | None = None
-    shown: tuple[Shown, ...] = ()
+    shown: tuple[tuple[str, int, int], ...] = ()  # (rid of a request, the first of its patches, the patch behind them)
     features: FeatureWork | None = None  # of the batch's only prompt
     outputs: tuple[Rows, Array] | None = None
 
@@ -431,7 +422,7 @@ def _pack(prefixes: Sequence[Prefix], limits: EngineLimits, least_area: int) -> 
     positions_3BT = np.zeros((3, B, T), np.int32)
     feature_index_BT = np.full((B, T), -1, np.int32)
     visions: list[VisionInput] = []
-    shown: list[Shown] = []
+    shown: list[tuple[str, int, int]] = []
     places: list[list[Place]] = []
     row = features = 0
     for prefix, (row_lengths, relative_places) in zip(prefixes, layouts, strict=True):
@@ -456,7 +447,7 @@ def _pack(prefixes: Sequence[Prefix], limits: EngineLimits, least_area: int) -> 
             positions_3BT[:, place.row, columns] = prompt.next_position + np.arange(len(response), dtype=np.int32)
         if prompt.vision is not None and prefix.features is None:
             start = features * merge_unit
-            shown.append(Shown(prefix.rid, start, start + prompt.vision.num_patches))
+            shown.append((prefix.rid, start, start + prompt.vision.num_patches))
             visions.append(prompt.vision)
             features += prompt.vision.num_patches // merge_unit
         row = end

@@ -234,16 +234,11 @@ def shadow_json(tensor: ShadowTensor) -> Json:
     return {SHADOW: {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "rows": rows}}
 
 
-def is_shadow(patches: Any) -> bool:
-    """Says whether `patches` of our format are tickets."""
-    return isinstance(patches, dict) and SHADOW in patches
-
-
 def patches_of(name: str, value: Any) -> np.ndarray | ShadowTensor:
     """The patches written by `array_json` (raster order) or `shadow_json` (window order). Raises BadRequest."""
     if isinstance(value, np.ndarray):  # read before, by `completed`
         return value
-    if not is_shadow(value):
+    if not isinstance(value, dict) or SHADOW not in value:
         return array_of(name, value)
     try:
         told = value[SHADOW]

@@ -13,8 +13,6 @@ of XLA (cuBLAS, or a faster kernel that XLA finds) compute the chunk of the head
 states' gradient. The terms are summed in float32. Each number of the head's gradient is thus one sum over all tokens,
 rounded once, and no complete float32 copy of this gradient exists. Nothing is added by atomics: the same inputs give
 the same bits.
-
-Four products of T x V x D in all are the least possible without storing logits.
 """
 
 import functools

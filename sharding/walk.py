@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -52,20 +51,18 @@ Y = TypeVar("Y")
 Batch = TypeVar("Batch")  # a pytree of arrays
 
 
-def _all_but_gathered(primitive: jax.extend.core.Primitive, *_: object, **__: object) -> bool:
-    """A rematerialisation policy: the backward pass keeps all values except the results of all-gathers."""
-    return not primitive.name.startswith("all_gather")
+def _all_but(*primitives: str) -> Callable[..., bool]:
+    """A rematerialisation policy: the backward pass keeps all values except the results of these primitives."""
+    return lambda primitive, *_, **__: not primitive.name.startswith(primitives)
 
 
-def _all_but_weights(primitive: jax.extend.core.Primitive, *_: object, **__: object) -> bool:
-    """The policy for layers of a period, which also drops slices: kept slices would copy the weights of the stacks."""
-    return not primitive.name.startswith(("all_gather", "slice", "squeeze"))
-
-
+_ALL_BUT_GATHERED = _all_but("all_gather")
+# For layers of a period. Kept slices would copy the weights of the stacks.
+_ALL_BUT_WEIGHTS = _all_but("all_gather", "slice", "squeeze")
 HOST_MEMORY = "pinned_host"  # JAX's name; GPUs read and write this memory by themselves
 _LAYER_INPUT = "layer input"
 REMAT: dict[str, Callable[..., Any] | None] = {  # the values of a layer, beside its input, that are kept for backward
-    "none": _all_but_gathered,
+    "none": _ALL_BUT_GATHERED,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # products with weights; attention runs again
     "layer": None,  # no values
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(  # no values; the input goes to the host
@@ -193,7 +190,7 @@ class Walk:
 
         if self.remat == "none" and self.gather is None and entries is None:
             return body
-        policy = _all_but_weights if self.remat == "none" and entries is not None else REMAT[self.remat]
+        policy = _ALL_BUT_WEIGHTS if self.remat == "none" and entries is not None else REMAT[self.remat]
         # XLA must not replace recomputed values by those of the forward pass; in a loop XLA can't. In a period XLA
         # would compute all layers again at once, before the backward pass of the period's last layer.
         return jax.checkpoint(body, prevent_cse=written_out or entries is not None, policy=policy)
@@ -404,7 +401,7 @@ class Fsdp:
         return P(*[None] * dim, self._axes) if self._axes else P()
 
     def _check(self, dim: int, arrays: PyTree) -> None:
-        devices = self.mesh.size if _is_abstract(arrays) else self.mesh.local_mesh.size
+        devices = self.mesh.size if is_abstract(arrays) else self.mesh.local_mesh.size
         for array in jax.tree.leaves(arrays):
             if array.shape[dim] % devices:
                 raise ValueError(
@@ -417,7 +414,7 @@ def _put(tree: Batch, shardings: PyTree, local: bool = False) -> Batch:
     """Puts host arrays onto the mesh. Every process fills its own devices. With `local`, the arrays are the rows of
     this process; otherwise all processes have the same arrays, and each process takes its part. Abstract arrays
     (`jax.ShapeDtypeStruct`) get their sharding, and nothing is allocated."""
-    if _is_abstract(tree):
+    if is_abstract(tree):
         return with_shardings(tree, shardings)
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
@@ -433,7 +430,7 @@ def _put(tree: Batch, shardings: PyTree, local: bool = False) -> Batch:
     return jax.tree.map(put, tree, shardings)
 
 
-def _is_abstract(tree: PyTree) -> bool:
+def is_abstract(tree: PyTree) -> bool:
     return isinstance(next(iter(jax.tree.leaves(tree)), None), jax.ShapeDtypeStruct)
 
 

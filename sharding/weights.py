@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-Initializer = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
+# Makes initial values of a shape on the host, with a generator of random numbers
+Initializer = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 A, B = "_lora_a", "_lora_b"  # suffixes of the names of a weight's two adapters
 CUT = ("V", "F", "D", "N", "K", "H", "X")  # logical axes, in the order in which `cut_of` tries them
 
@@ -56,22 +57,21 @@ class WeightSpec:
         return dataclasses.replace(self, shape=shape, axes=axes, outputs_first=True)
 
 
+def zeros(_: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
 Weight: TypeAlias = tuple[WeightSpec, jax.Array]
 Path: TypeAlias = tuple[Any, ...]
 
 
-def weight(rngs: nnx.Rngs, spec: WeightSpec, stack: int | None = None) -> nnx.Param:
-    """Creates the declared weight; with `stack`, `stack` weights, sampled independently, along a leading axis."""
-    if stack is None:
-        value = spec.init(rngs.params(), spec.shape, spec.dtype)
-    else:
-        keys = jax.random.split(rngs.params(), stack)
-        value = jax.vmap(lambda key: spec.init(key, spec.shape, spec.dtype))(keys)
-    return nnx.Param(value, spec=spec)
+def weight(spec: WeightSpec, stack: int | None = None) -> nnx.Param:
+    """The declared weight, as a shape; with `stack`, `stack` weights along a leading axis."""
+    shape = spec.shape if stack is None else (stack, *spec.shape)
+    return nnx.Param(jax.ShapeDtypeStruct(shape, spec.dtype), spec=spec)
 
 
-@dataclasses.dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """The cut of one weight: dimension `dim` (layers do not count) is cut over the mesh axes `axes`, in their order."""
 
     dim: int
@@ -142,27 +142,22 @@ def place(value: np.ndarray, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
-@jax.jit
-def _dispatch(nothing: jax.Array) -> jax.Array:
-    return nothing
+_dispatch = jax.jit(lambda nothing: nothing)
 
 
 def place_stack(layers: Iterable[np.ndarray], depth: int, sharding: Sharding) -> jax.Array:
     """The stack `[L, ...]` of `depth` layers of one weight, assembled on its devices. The host holds one layer at a
     time; a device holds its shards of the stack and of one layer."""
-    stack: jax.Array | None = None
+    stack, of_a_layer = None, sharding
+    if isinstance(sharding, NamedSharding):  # stacks are never cut along their layers
+        of_a_layer = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
     for number, value in zip(range(depth), layers, strict=False):  # `layers` may have more than `depth`
         if stack is None:
             stack = jnp.zeros((depth, *value.shape), value.dtype, device=sharding)
         # Waits for each layer, or values in transfer would pile up on the host. No variable holds the layer's array.
-        stack = jax.block_until_ready(_with_layer(stack, place(value, _of_a_layer(sharding)), number))
+        stack = jax.block_until_ready(_with_layer(stack, place(value, of_a_layer), number))
     assert stack is not None, "a stack has layers"
     return stack
-
-
-def _of_a_layer(sharding: Sharding) -> Sharding:
-    """The sharding of one layer of a stack; stacks are never cut along their layers."""
-    return NamedSharding(sharding.mesh, P(*sharding.spec[1:])) if isinstance(sharding, NamedSharding) else sharding
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -202,15 +197,13 @@ def attach(model: nnx.Module, paths: Iterable[Path], rank: int, factor: float, i
         if not frozen.lora:
             continue
         inputs, outputs = slice(None, spec.inputs), slice(spec.inputs, None)
-        zeros = nnx.initializers.zeros_init()
         declared = (
             WeightSpec((*spec.shape[inputs], rank), (*spec.axes[inputs], "R"), init_a, inputs=spec.inputs),
             WeightSpec((rank, *spec.shape[outputs]), ("R", *spec.axes[outputs]), zeros, inputs=1),
         )
-        layers = variable.shape[: len(variable.shape) - len(spec.shape)]
+        stack = variable.shape[0] if len(variable.shape) > len(spec.shape) else None
         for name, adapter in zip(beside(path), declared, strict=True):
-            shape = jax.ShapeDtypeStruct((*layers, *adapter.shape), adapter.dtype)
-            setattr(parent, name[-1], nnx.Param(shape, spec=adapter))
+            setattr(parent, name[-1], weight(adapter, stack))
 
 
 def with_product(spec: WeightSpec, weight: Array, a: Array, b: Array) -> Array:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
@@ -25,7 +26,7 @@ from models.inputs import ModelInput
 from models.registry import read_config
 from sharding.mesh import make_mesh
 from sharding.walk import Params
-from sharding.weights import map_weights, on_first_device, shardings
+from sharding.weights import WeightSpec, map_weights, on_first_device, shardings
 
 SHAPE = {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
          "num_attention_heads": 12, "num_key_value_heads": 2}  # fmt: skip
@@ -46,8 +47,11 @@ def drawn(model: DecoderConfig, dtype: DTypeLike, places: Callable[[Decoder], Pa
     abstract = models.abstract(model)
 
     def draw(path: tuple, variable: nnx.Variable) -> jax.Array:
+        spec: WeightSpec = variable.get_metadata("spec")
+        if len(spec.shape) == 1 or (not spec.inputs and "V" not in spec.axes):  # a scale or a bias
+            return jnp.asarray(spec.init(np.random.default_rng(0), variable.shape), dtype)
         key = jax.random.key(zlib.crc32(jax.tree_util.keystr(path).encode()))
-        return variable.get_metadata("spec").init(key, variable.shape, dtype)
+        return model.text.initializer_range * jax.random.normal(key, variable.shape, dtype)
 
     draw_all = jax.jit(lambda: map_weights(draw, abstract), out_shardings=places(abstract))
     return models.merge(nnx.graphdef(abstract), jax.block_until_ready(draw_all()))

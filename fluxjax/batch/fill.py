@@ -91,7 +91,7 @@ def lay_out(share: Share, room: Room, tempered: bool) -> Composition:
     for outline in share.micros:
         if not outline.shards:
             shapes = _shapes_alone(tuple(sorted(outline.sizes.items())), room, tempered)
-            layout = None if outline.plan is None else lay(outline.plan).sized(outline.sizes)
+            layout = None if outline.plan is None else SizedLayout(lay(outline.plan), outline.sizes)
             elsewhere.append(Microbatch(shapes, outline.owner, outline.work, layout))
     coming = [dataclasses.replace(outline, sizes=outline.coming) for outline in here if outline.coming is not None]
     batches = _written(coming, share, room, tempered).batches if coming else ()
@@ -143,7 +143,7 @@ def _packed(outline: Outline, share: Share, room: Room, tempered: bool) -> tuple
 def _spread(
     part: Part, outline: Outline, devices: range, share: Share, room: Room, tempered: bool
 ) -> tuple[Spans, TrainBatch, SizedLayout]:
-    layout, media, vision = part.layout.sized(outline.sizes), part.media, None
+    layout, media, vision = SizedLayout(part.layout, outline.sizes), part.media, None
     spans = Spans(sum(part.plan.lengths))
     spans.place(part.pieces, 0, share.groups, media.first_feature if media else {}, room.share_prompts)
     arrays = _arrays(spans, spans.total, share.version, tempered)

@@ -24,11 +24,11 @@ from jaxtyping import Array
 
 import models
 from models.config import TextConfig
-from models.decoder import Decoder, is_abstract, shapes_only
+from models.decoder import Decoder, shapes_only
 from models.inputs import PackedTokens
 from sharding.links import Links
 from sharding.mesh import exact_products, make_mesh
-from sharding.walk import Params, Tally
+from sharding.walk import Params, Tally, is_abstract
 from sharding.weights import WeightSpec, by_path, like, map_weights, with_shardings
 
 from ..algorithms.loss import TALLIED, importance_metrics
@@ -84,7 +84,7 @@ class Learner:
         self._links, self._materializer = links, materializer
         self._built_for: Any = None
         self.reset(token_loss, never_sampled=never_sampled)
-        self._abstract = is_abstract(model)
+        self._abstract = is_abstract(models.split(model)[1])
         self.params = self.laid_out(model)
         self._base = None  # fingerprints of the frozen weights
         if self._lora is not None and not self._abstract:

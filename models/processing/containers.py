@@ -185,7 +185,8 @@ class EntryPoints:
             self._none = True  # the parameters in the header are no longer valid
             return False
         if self._first and self._codec == "h264":
-            self._none = self._by_old_x264(bytes(packet))
+            note = X264.search(self._extradata) or X264.search(bytes(packet))
+            self._none = note is not None and int(note[1]) <= (X264_444 if "444" in self._format else X264_DIRECT)
         self._first = False
         if self._codec in _UNITS:
             return self._begins(bytes(packet)) and packet.is_keyframe
@@ -214,10 +215,6 @@ class EntryPoints:
             return (self._extradata[4] & 3) + 1
         return (self._extradata[21] & 3) + 1 if len(self._extradata) > 21 else 0
 
-    def _by_old_x264(self, packet: bytes) -> bool:
-        note = X264.search(self._extradata) or X264.search(packet)
-        return note is not None and int(note[1]) <= (X264_444 if "444" in self._format else X264_DIRECT)
-
 
 def units(data: bytes, length_bytes: int) -> Iterator[bytes]:
     """Yields the non-empty units of a packet. Before each unit stands its length, or with `length_bytes` 0 a start
@@ -244,10 +241,6 @@ def _mpeg_video(data: bytes) -> bool:
     earlier header could apply."""
     place = data.find(PICTURE)
     return data.startswith(SEQUENCE) and 0 < place < len(data) - 5 and data[place + 5] >> 3 & 7 == INTRA
-
-
-def _vp8(data: bytes) -> bool:
-    return data[0] & 1 == 0
 
 
 def _vp9(data: bytes) -> bool:
@@ -286,7 +279,7 @@ def _av1(data: bytes) -> bool:
 _ALONE: dict[str, Callable[[bytes], bool]] = {
     "mpeg1video": _mpeg_video,
     "mpeg2video": _mpeg_video,
-    "vp8": _vp8,
+    "vp8": lambda data: data[0] & 1 == 0,
     "vp9": _vp9,
     "av1": _av1,
 }

@@ -49,24 +49,21 @@ def sample_indices(
     elif frames.fps:
         if seconds is None:
             raise ValueError("has neither timestamps nor a frame rate, so that it can't be sampled by time")
+        most = min(frames.max_frames, total)
         if timed:
-            most = min(frames.max_frames, total)
-            return _to_the_last(total, min(max(int(total / (total / seconds) * frames.fps), frames.min_frames), most))
-        most = min(frames.max_frames, total) // temporal_patch * temporal_patch
-        count = int(min(max(seconds * frames.fps, frames.min_frames), most, total)) // temporal_patch * temporal_patch
-        count = max(count, 1)  # a single frame becomes a pair of equal frames, while transformers divides by zero
+            count = min(max(int(total / (total / seconds) * frames.fps), frames.min_frames), most)
+        else:
+            most = most // temporal_patch * temporal_patch
+            count = int(min(max(seconds * frames.fps, frames.min_frames), most)) // temporal_patch * temporal_patch
+            count = max(count, 1)  # a single frame becomes a pair of equal frames, while transformers divides by zero
     else:
         count = total
     if count > total:
         raise ValueError(f"has {total} frames, but {count} were asked for")
     if timed:
-        return _to_the_last(total, count)
+        return np.linspace(0, total - 1, count).round().astype(np.int64)
     # exact; transformers computes the same in float32, which from about 17,000 frames on can be one frame off
     return np.arange(count) * total // count
-
-
-def _to_the_last(total: int, count: int) -> np.ndarray:
-    return np.linspace(0, total - 1, count).round().astype(np.int64)
 
 
 def pair_times(indices: np.ndarray, total: int, seconds: float | None, temporal_patch: int) -> tuple[float, ...]:
@@ -223,12 +220,6 @@ def rated(count: int, stream: VideoStream) -> float | None:
     return float(count / rate) if rate else None
 
 
-def duration_of(times: Sequence[int | None], durations: Sequence[int], base: Any, stream: VideoStream) -> float | None:
-    """The result of `span`, in seconds, for frames of these times and durations, in ticks of `base`."""
-    ticks = fractions.Fraction(base.numerator, base.denominator) if base else None  # PyAV 19 has its own class
-    return span(times, durations, ticks, rated(len(times), stream))
-
-
 def video_size(
     name: str, width: int, height: int, count: int, layout: PatchLayout, settings: PixelSettings, frames: FrameSettings
 ) -> tuple[int, int]:
@@ -267,12 +258,12 @@ def _sorted(times: Sequence[int | None]) -> Sequence[int | None]:
     return times if None in times else sorted(time for time in times if time is not None)
 
 
-def span(
-    times: Sequence[int | None], durations: Sequence[int], base: fractions.Fraction | None, at_rate: float | None
-) -> float | None:
-    """The seconds from the first frame's start to the last frame's end; None if the seconds are unknown. Timestamps
-    count if they are complete and increasing, else the frames' own durations, else the header's rate (`at_rate`). A
-    bare stream has durations from its parameter sets, and its rate is the demuxer's guess."""
+def duration_of(times: Sequence[int | None], durations: Sequence[int], base: Any, stream: VideoStream) -> float | None:
+    """The seconds from the first frame's start to the last frame's end; None if the seconds are unknown. `times` and
+    `durations` of frames are in ticks of `base`. Timestamps count if they are complete and increasing, else the frames'
+    own durations, else the header's rate. A bare stream has durations from its parameter sets, and its rate is the
+    demuxer's guess."""
+    base = fractions.Fraction(base.numerator, base.denominator) if base else None  # PyAV 19 has its own class
     if base and increasing(times):
         known = [time for time in times if time is not None]
         ticks = known[-1] - known[0]
@@ -282,7 +273,7 @@ def span(
             return float(ticks * base) * len(known) / (len(known) - 1)
     if base and durations and all(durations):
         return float(sum(durations) * base)
-    return at_rate
+    return rated(len(times), stream)
 
 
 def video_facts(source: Source, limits: DecodeLimits, *, count: bool = False) -> Facts:

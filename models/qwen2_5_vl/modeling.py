@@ -5,23 +5,24 @@ window, a few within a frame pair. All layers are one stack; the scan gives each
 attention. `params.py` has the names of all weights in Hugging Face checkpoints.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from sharding.kernels.attention import segment_attention
 from sharding.spread.ulysses import Attention
 from sharding.walk import Stack, Walk
-from sharding.weights import WeightSpec, weight
+from sharding.weights import WeightSpec, weight, zeros
 
 from ..config import DecoderConfig, VisionConfig
-from ..decoder import Decoder, DeepFeatures
+from ..decoder import Decoder
 from ..inputs import VisionInput
-from ..layers import GatedMLP, LayerNorm, Normal, PlainMLP, RMSNorm, add_bias, gelu, project, rotate, zeros
+from ..layers import GatedMLP, LayerNorm, PlainMLP, RMSNorm, add_bias, gelu, normal, project, rotate
 
 NORM_EPS = 1e-6  # not a setting of the published configurations
 
@@ -29,12 +30,12 @@ NORM_EPS = 1e-6  # not a setting of the published configurations
 class PatchEmbed(nnx.Module):
     """A 3-D convolution whose stride is its kernel: one matrix over the flattened patch, with or without a bias."""
 
-    def __init__(self, config: VisionConfig, rngs: nnx.Rngs, *, bias: bool = False) -> None:
+    def __init__(self, config: VisionConfig, *, bias: bool = False) -> None:
         shape = (config.patch_values, config.hidden_size)
-        self.kernel = weight(rngs, WeightSpec(shape, ("X", "D"), Normal(config.initializer_range)))
+        self.kernel = weight(WeightSpec(shape, ("X", "D"), normal(config.initializer_range)))
         self.bias = bias
         if bias:
-            self.kernel_bias = weight(rngs, WeightSpec(shape[1:], ("D",), zeros))
+            self.kernel_bias = weight(WeightSpec(shape[1:], ("D",), zeros))
 
     def __call__(self, patches: Float[Array, "P X"]) -> Float[Array, "P D"]:
         kernel = self.kernel[...]
@@ -46,20 +47,20 @@ class VisionBlock(nnx.Module):
     """Pre-norm attention and MLP, all with biases. `q`, `k`, `v` are one weight (axis `C`). `plain` blocks have layer
     norms and an MLP without gate, other blocks have RMS norms and a gated MLP."""
 
-    def __init__(self, config: VisionConfig, rngs: nnx.Rngs, stack: int | None = None, *, plain: bool = False) -> None:
+    def __init__(self, config: VisionConfig, stack: int | None = None, *, plain: bool = False) -> None:
         D, F, N, H = config.hidden_size, config.intermediate_size, config.num_heads, config.head_dim
-        init, std = Normal(config.initializer_range), config.initializer_range
+        init, std = normal(config.initializer_range), config.initializer_range
         norm = LayerNorm if plain else RMSNorm
-        self.attention_norm = norm(D, NORM_EPS, rngs, stack)
-        self.qkv = weight(rngs, WeightSpec((D, 3, N, H), ("D", "C", "N", "H"), init), stack)
-        self.qkv_bias = weight(rngs, WeightSpec((3, N, H), ("C", "N", "H"), zeros), stack)
-        self.o = weight(rngs, WeightSpec((N, H, D), ("N", "H", "D"), init, inputs=2), stack)
-        self.o_bias = weight(rngs, WeightSpec((D,), ("D",), zeros), stack)
-        self.mlp_norm = norm(D, NORM_EPS, rngs, stack)
+        self.attention_norm = norm(D, NORM_EPS, stack)
+        self.qkv = weight(WeightSpec((D, 3, N, H), ("D", "C", "N", "H"), init), stack)
+        self.qkv_bias = weight(WeightSpec((3, N, H), ("C", "N", "H"), zeros), stack)
+        self.o = weight(WeightSpec((N, H, D), ("N", "H", "D"), init, inputs=2), stack)
+        self.o_bias = weight(WeightSpec((D,), ("D",), zeros), stack)
+        self.mlp_norm = norm(D, NORM_EPS, stack)
         if plain:
-            self.mlp = PlainMLP(D, F, std=std, rngs=rngs, stack=stack)
+            self.mlp = PlainMLP(D, F, std=std, stack=stack)
         else:
-            self.mlp = GatedMLP(D, F, bias=True, std=std, rngs=rngs, stack=stack)
+            self.mlp = GatedMLP(D, F, bias=True, std=std, stack=stack)
 
     def __call__(self, x: Float[Array, "P D"], rotary: tuple[Array, Array], attend: Attention) -> Float[Array, "P D"]:
         """`attend(q, k, v) -> out`, all `[P, N, H]`."""
@@ -73,16 +74,16 @@ class VisionBlock(nnx.Module):
 class PatchMerger(nnx.Module):
     """Joins every `merge_unit` neighbouring patches (one merge block) into one text-width feature."""
 
-    def __init__(self, config: VisionConfig, rngs: nnx.Rngs, norm: RMSNorm | LayerNorm) -> None:
+    def __init__(self, config: VisionConfig, norm: RMSNorm | LayerNorm) -> None:
         """`norm` is over one patch, or over all patches of a merge block."""
         inner = config.hidden_size * config.merge_unit
-        init = Normal(config.initializer_range)
+        init = normal(config.initializer_range)
         self.width = inner
         self.norm = norm
-        self.up = weight(rngs, WeightSpec((inner, inner), ("X", "F"), init))
-        self.up_bias = weight(rngs, WeightSpec((inner,), ("F",), zeros))
-        self.down = weight(rngs, WeightSpec((inner, config.out_hidden_size), ("F", "D"), init))
-        self.down_bias = weight(rngs, WeightSpec((config.out_hidden_size,), ("D",), zeros))
+        self.up = weight(WeightSpec((inner, inner), ("X", "F"), init))
+        self.up_bias = weight(WeightSpec((inner,), ("F",), zeros))
+        self.down = weight(WeightSpec((inner, config.out_hidden_size), ("F", "D"), init))
+        self.down_bias = weight(WeightSpec((config.out_hidden_size,), ("D",), zeros))
 
     def __call__(self, x: Float[Array, "P C"]) -> Float[Array, "M D"]:
         merged = self.norm(x.reshape(-1, self.norm.scale.shape[-1])).reshape(-1, self.width)
@@ -104,27 +105,21 @@ def axial_rotary(config: VisionConfig, positions_P2: Array) -> tuple[Array, Arra
 class VisionTower(nnx.Module):
     """Patch embedding, a stack of blocks, and the merger into features as wide as the text."""
 
-    def __init__(self, config: VisionConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: VisionConfig) -> None:
         self.config = config
-        self.patch_embed = PatchEmbed(config, rngs)
-        self.blocks = VisionBlock(config, rngs, stack=config.depth)
-        self.merger = PatchMerger(config, rngs, RMSNorm(config.hidden_size, NORM_EPS, rngs))
+        self.patch_embed = PatchEmbed(config)
+        self.blocks = VisionBlock(config, stack=config.depth)
+        self.merger = PatchMerger(config, RMSNorm(config.hidden_size, NORM_EPS))
 
     def __call__(self, walk: Walk, vision: VisionInput) -> Float[Array, "M D"]:
         """Merged features of the packed patches, in window order; rows of padding are finite and meaningless."""
         x = walk.use(self.patch_embed)(jnp.asarray(vision.patches_PX))
         rotary = axial_rotary(self.config, jnp.asarray(vision.positions_P2))
         frames, windows = jnp.asarray(vision.frame_segments_P), jnp.asarray(vision.window_segments_P)
-        frame_bound = vision.frame_bound
-        window_bound = self.config.window_patches
-        if frame_bound:
-            window_bound = min(window_bound, frame_bound)  # a window never reaches beyond its frame pair
-
-        def in_frame(q: Array, k: Array, v: Array) -> Array:
-            return segment_attention(q, k, v, frames, frame_bound)
-
-        def in_window(q: Array, k: Array, v: Array) -> Array:
-            return segment_attention(q, k, v, windows, window_bound)
+        frame_bound, window_bound = vision.frame_bound, (self.config.window_size // self.config.patch_size) ** 2
+        window_bound = min(window_bound, frame_bound or window_bound)  # a window never reaches beyond its frame pair
+        in_frame = functools.partial(segment_attention, segments=frames, bound=frame_bound)
+        in_window = functools.partial(segment_attention, segments=windows, bound=window_bound)
 
         def step(block: VisionBlock, x: Array, full: Array) -> tuple[Array, None]:
             # A real branch, not a mask, since a frame may be a hundred times longer than a window.
@@ -140,36 +135,10 @@ class Qwen25VL(Decoder):
 
     tower: Callable[..., nnx.Module] = VisionTower
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
-        super().__init__(config, rngs)
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
         assert config.vision is not None
-        self.visual = self.tower(config.vision, rngs)
-
-    def embed(
-        self,
-        walk: Walk,
-        tokens_BT: Int[Array, "B T"],
-        feature_index_BT: Int[Array, "B T"] | None = None,
-        vision: VisionInput | None = None,
-        features_MX: Float[Array, "M X"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], DeepFeatures | None]:
-        """Returns (token embeddings, features that layers add). A token's `feature_index_BT`, if not negative, is a row
-        of the features. The row's first D numbers replace the token's embedding; layers add the rest. Features are
-        those of `vision`, or `features_MX` if they were computed before. Without `vision`, the tower does not run.
-        Raises ValueError for features without `feature_index_BT`."""
-        x = walk.use(self.embedding)(tokens_BT)
-        if vision is not None:
-            features_MX = self.features(walk, vision).astype(x.dtype)
-            if vision.route is not None:
-                features_MX = vision.route(features_MX)
-        if features_MX is None:
-            return x, None
-        if feature_index_BT is None:
-            raise ValueError("pixels without feature_index_BT: nothing says which tokens they belong to")
-        is_feature, D = feature_index_BT >= 0, x.shape[-1]
-        first_MD = features_MX[:, :D].astype(x.dtype)
-        x = jnp.where(is_feature[..., None], first_MD[jnp.maximum(feature_index_BT, 0)], x)
-        return x, DeepFeatures(features_MX[:, D:], feature_index_BT) if features_MX.shape[1] > D else None
+        self.visual = self.tower(config.vision)
 
     def features(self, walk: Walk, vision: VisionInput) -> Float[Array, "M X"]:
         """The tower's features of `vision`, in window order."""

@@ -24,24 +24,20 @@ TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "visio
 
 
 def read_config(config: JsonObject) -> DecoderConfig:
-    text = config.get("text_config") or config
+    text, vision = config.get("text_config") or config, need(config, "vision_config", "config.json", dict)
     return DecoderConfig(
         "qwen2_5_vl",
         text=read_text(
             text, config, default_theta=1e6, default_eps=1e-5, default_section=(16, 24, 24), default_full_layers=80
         ),
-        vision=read_vision(need(config, "vision_config", "config.json", dict)),
+        vision=VisionConfig(
+            **read_tower(vision, "silu", "window_size"),
+            full_attention_layers=tuple(vision.get("fullatt_block_indexes", (7, 15, 23, 31))),
+            in_channels=vision.get("in_channels") or vision.get("in_chans") or 3,
+            tokens_per_second=float(vision.get("tokens_per_second", 4)),
+        ),
         **{name: config[name] for name in TOKEN_IDS if config.get(name) is not None},
         extra=json.dumps(config),
-    )
-
-
-def read_vision(config: JsonObject) -> VisionConfig:
-    return VisionConfig(
-        **read_tower(config, "silu", "window_size"),
-        full_attention_layers=tuple(config.get("fullatt_block_indexes", (7, 15, 23, 31))),
-        in_channels=config.get("in_channels") or config.get("in_chans") or 3,
-        tokens_per_second=float(config.get("tokens_per_second", 4)),
     )
 
 

@@ -20,13 +20,13 @@ from ..qwen3_vl.modeling import DeepVisionTower
 class DeltaLayer(nnx.Module):
     """A decoder layer with Gated DeltaNet in the place of attention."""
 
-    def __init__(self, config: TextConfig, rngs: nnx.Rngs, stack: int | None = None) -> None:
+    def __init__(self, config: TextConfig, stack: int | None = None) -> None:
         D, F, eps, std = config.hidden_size, config.intermediate_size, config.rms_norm_eps, config.initializer_range
         assert config.delta is not None
-        self.delta_norm = RMSNorm(D, eps, rngs, stack, zero_centred=config.zero_centred_norms)
-        self.delta = GatedDeltaNet(D, config.delta, eps=eps, std=std, rngs=rngs, stack=stack)
-        self.mlp_norm = RMSNorm(D, eps, rngs, stack, zero_centred=config.zero_centred_norms)
-        self.mlp = GatedMLP(D, F, bias=False, std=std, rngs=rngs, stack=stack)
+        self.delta_norm = RMSNorm(D, eps, stack, zero_centred=config.zero_centred_norms)
+        self.delta = GatedDeltaNet(D, config.delta, eps=eps, std=std, stack=stack)
+        self.mlp_norm = RMSNorm(D, eps, stack, zero_centred=config.zero_centred_norms)
+        self.mlp = GatedMLP(D, F, bias=False, std=std, stack=stack)
 
     def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, mix: Mix[Aux]) -> tuple[Float[Array, "B T D"], Aux]:
         """Ignores `rotary`, because the state meets the tokens in their order."""
@@ -39,9 +39,9 @@ class DeltaLayer(nnx.Module):
 class Qwen35Text(Decoder):
     """The model `Qwen3_5ForCausalLM` of transformers."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
-        super().__init__(config, rngs)
-        self.delta_layers = DeltaLayer(config.text, rngs, stack=len(config.text.delta_layers))
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self.delta_layers = DeltaLayer(config.text, stack=len(config.text.delta_layers))
 
     @property
     def stack(self) -> Stack:

@@ -16,7 +16,7 @@ from sharding.weights import WeightSpec, weight
 
 from ..config import DeepVisionConfig
 from ..inputs import VisionInput
-from ..layers import LayerNorm, Normal
+from ..layers import LayerNorm, normal
 from ..qwen2_5_vl.modeling import NORM_EPS, PatchEmbed, PatchMerger, Qwen25VL, VisionBlock, axial_rotary
 
 
@@ -44,10 +44,10 @@ def grid_taps(
 class PositionGrid(nnx.Module):
     """The learned positions: a grid of vectors, row by row."""
 
-    def __init__(self, config: DeepVisionConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DeepVisionConfig) -> None:
         self.side = config.position_grid
         shape = (self.side**2, config.hidden_size)
-        self.table = weight(rngs, WeightSpec(shape, ("V", "D"), Normal(config.initializer_range)))
+        self.table = weight(WeightSpec(shape, ("V", "D"), normal(config.initializer_range)))
 
     def __call__(self, vision: VisionInput) -> Float[Array, "P D"]:
         positions_P2, segments_P = jnp.asarray(vision.positions_P2), jnp.asarray(vision.frame_segments_P)
@@ -64,16 +64,16 @@ class PositionGrid(nnx.Module):
 class DeepVisionTower(nnx.Module):
     """Patches with learned positions, stacks of blocks, and a merger for each layer that the decoder reads."""
 
-    def __init__(self, config: DeepVisionConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DeepVisionConfig) -> None:
         self.config = config
-        self.patch_embed = PatchEmbed(config, rngs, bias=True)
-        self.positions = PositionGrid(config, rngs)
+        self.patch_embed = PatchEmbed(config, bias=True)
+        self.positions = PositionGrid(config)
         for number, layers in enumerate(config.stretches):
-            setattr(self, f"blocks_{number}", VisionBlock(config, rngs, stack=len(layers), plain=True))
+            setattr(self, f"blocks_{number}", VisionBlock(config, stack=len(layers), plain=True))
         for number in range(len(config.deepstack_layers)):
-            norm = LayerNorm(config.hidden_size * config.merge_unit, NORM_EPS, rngs)
-            setattr(self, f"deep_merger_{number}", PatchMerger(config, rngs, norm))
-        self.merger = PatchMerger(config, rngs, LayerNorm(config.hidden_size, NORM_EPS, rngs))
+            norm = LayerNorm(config.hidden_size * config.merge_unit, NORM_EPS)
+            setattr(self, f"deep_merger_{number}", PatchMerger(config, norm))
+        self.merger = PatchMerger(config, LayerNorm(config.hidden_size, NORM_EPS))
 
     def __call__(self, walk: Walk, vision: VisionInput) -> Float[Array, "M X"]:
         """Merged features of the packed patches: features of the last layer, then of each of `deepstack_layers`, side

@@ -14,6 +14,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
+import itertools
 import os
 import pathlib
 import re
@@ -175,18 +176,24 @@ class Checksums:
         for rank, held in enumerate(ranks):
             wanted = self._wanted(ranks, rank)
             where = f"{server}, rank {rank}" if len(ranks) > 1 else server
-            if len(wanted) > 1 and len(_differing(wanted, held)) == len(wanted):
+            wrong = _differing(wanted, held)
+            if len(wanted) > 1 and len(wrong) == len(wanted):
                 raise WeightsMismatch(
                     f"{where}: after the update of its weights, none of its tensors has the checksum of what was sent: "
                     "the update did nothing, or the server computes in another dtype than model.compute_dtype (--dtype)"
                 )
-            _compare(wanted, held, where)
+            for name in wrong:
+                has = f"has the checksum {held[name]}, not {wanted[name]}" if name in held else "is missing"
+                raise WeightsMismatch(f"{where}: after the update of its weights, {name} {has}")
+            for name in held:
+                if name not in wanted and name.endswith(_WEIGHTS):
+                    raise WeightsMismatch(f"{where}: holds a tensor {name}, which was not sent")
 
     def differing(self, ranks: Sequence[Mapping[str, str]]) -> tuple[list[str], int]:
         """Returns (names that some rank lacks or has with another checksum, number of all tensors of a rank)."""
         wanted = [self._wanted(ranks, rank) for rank in range(len(ranks))]
-        names = [_differing(sums, held) for sums, held in zip(wanted, ranks, strict=True)]
-        return [*dict.fromkeys(name for found in names for name in found)], len(wanted[0])
+        names = itertools.chain.from_iterable(map(_differing, wanted, ranks))
+        return [*dict.fromkeys(names)], len(wanted[0])
 
     def _wanted(self, ranks: Sequence[Mapping[str, str]], rank: int) -> Mapping[str, str]:
         """The checksums that a rank should have, for the names and the hash that the server uses."""
@@ -242,16 +249,6 @@ def _cut(name: str, tensor: np.ndarray, size: int, axis: int) -> list[np.ndarray
     if tensor.shape[axis] % size:
         raise WeightsMismatch(f"{name} of shape {tensor.shape} can't be divided over {size} ranks as SGLang divides it")
     return np.split(tensor, size, axis)
-
-
-def _compare(wanted: Mapping[str, str], held: Mapping[str, str], server: str) -> None:
-    for name, checksum in wanted.items():
-        if held.get(name) != checksum:
-            state = "is missing" if name not in held else f"has the checksum {held[name]}, not {checksum}"
-            raise WeightsMismatch(f"{server}: after the update of its weights, {name} {state}")
-    for name in held:
-        if name not in wanted and name.endswith(_WEIGHTS):
-            raise WeightsMismatch(f"{server}: holds a tensor {name}, which was not sent")
 
 
 def _differing(wanted: Mapping[str, str], held: Mapping[str, str]) -> list[str]:

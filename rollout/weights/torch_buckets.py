@@ -33,7 +33,6 @@ from sharding.weights import by_path
 
 from .published import as_bytes
 
-DTYPES = {name: jnp.dtype(name) for name in NAMES}
 METADATA = "sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # numbers of `torch.save`
 Bytes = Callable[[np.dtype], jax.Array | None]
@@ -52,7 +51,7 @@ def bucket_of(flat: bytes, tensors: Sequence[StoredTensor]) -> bytes:
     one behind the other. Raises KeyError for a dtype that the format lacks."""
     metadata, start = b"", 0
     for tensor in tensors:
-        if tensor.dtype.name not in DTYPES:
+        if tensor.dtype.name not in NAMES:
             raise KeyError(tensor.dtype.name)
         end = start + tensor.nbytes
         state = {

@@ -54,7 +54,6 @@ PLACE = "fluxjax-pulled-"  # begins the name of a host's folder of copies; the s
 SOURCE = "source.txt"  # holds the path of the source
 KEPT = 2  # versions on a host: the last pulled, and the one before, which a server may still be reading
 
-
 FILE, CONFIG = "model-00001-of-00001.safetensors", "config.json"  # a delta's tensors; a checkpoint's configuration
 FORMAT = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "xxh3-128"}
 LEVEL = 1  # level of zstd: the words of a small step are mostly zeros, and higher levels save little more
@@ -94,15 +93,9 @@ class VersionFolders:
             if self.last is not None and published.version <= self.last.version:  # an older version
                 self._end()
                 self._begin()
-            folder = self.folder(published)
-            part = folder.with_name(f"part-{folder.name}")
-            try:
+            with _appearing(self.folder(published)) as part:
                 if not self._write_delta(part, published):
                     self._write_whole(part, published)
-                part.rename(folder)
-            except BaseException:
-                shutil.rmtree(part, ignore_errors=True)
-                raise
             self.last = published
 
     def folder(self, published: Published) -> pathlib.Path:
@@ -171,11 +164,13 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
         target = place / folder_name(version)
         if version not in here:
             try:
-                _make(target, *_chain(source, version, here))
+                with _appearing(target) as part:
+                    _write(part, *_chain(source, version, here))
             except (DeltaError, OSError):
                 if not here:
                     raise
-                _make(target, *_chain(source, version, {}))  # perhaps only this host's copy is damaged
+                with _appearing(target) as part:  # perhaps only this host's copy is damaged
+                    _write(part, *_chain(source, version, {}))
         os.utime(target)
         for old in sorted(_versions(place).values(), key=lambda folder: folder.stat().st_mtime)[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
@@ -215,10 +210,12 @@ def _chain(source: pathlib.Path, version: int, here: Mapping[int, pathlib.Path])
     return here[version], deltas
 
 
-def _make(folder: pathlib.Path, seed: pathlib.Path, deltas: Sequence[Delta]) -> None:
+@contextlib.contextmanager
+def _appearing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields the path of a folder to write, which gets its name at the end of the block, and is removed by an error."""
     part = folder.with_name(f"part-{folder.name}")
     try:
-        _write(part, seed, deltas)
+        yield part
         part.rename(folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
@@ -362,12 +359,11 @@ class Delta:
     """A complete delta folder."""
 
     folder: pathlib.Path
-    version: int
     base: int
 
     def apply(self, name: str, tensor: np.ndarray) -> np.ndarray:
-        """The tensor of `version`, or the bytes of its configuration, made from `tensor` of `base`. Raises DeltaError
-        if the result's checksum is not the delta's, or the delta can't be read."""
+        """The tensor of the folder's version, or the bytes of its configuration, made from `tensor` of `base`. Raises
+        DeltaError if the result's checksum is not the delta's, or the delta can't be read."""
         try:
             with safe_open(self.folder / FILE, framework="numpy") as changes:
                 words = changes.get_tensor(name) if name in set(changes.keys()) else None
@@ -401,12 +397,10 @@ def read_delta(folder: pathlib.Path) -> Delta | None:
         raise DeltaError(
             f"{folder}: the delta has {json.dumps(unknown)}, but this release reads only {json.dumps(FORMAT)}"
         )
-    delta = Delta(folder, int(metadata["version"]), int(metadata["base_version"]))
-    if delta.base >= delta.version or folder.name != folder_name(delta.version):
-        raise DeltaError(
-            f"{folder}: a delta from version {delta.base} to version {delta.version} can't be in this folder"
-        )
-    return delta
+    version, base = int(metadata["version"]), int(metadata["base_version"])
+    if base >= version or folder.name != folder_name(version):
+        raise DeltaError(f"{folder}: a delta from version {base} to version {version} can't be in this folder")
+    return Delta(folder, base)
 
 
 def tensors_of(folder: pathlib.Path) -> Iterator[tuple[str, np.ndarray]]:

@@ -1,7 +1,5 @@
 """Attention over packed rows, with kernels (`flash`) on NVIDIA GPUs and portable JAX elsewhere.
 
-Segments and branches describe the mask. `attention` makes the booleans of one chunk of queries at a time.
-
 `segment_attention` attends within contiguous segments of a long packed axis, without a quadratic matrix. Segments are
 runs of equal numbers; 0 is padding. If no run is longer than `bound`, the axis is cut into blocks of `bound`. A query
 then finds its complete segment in its own block and the two neighbouring blocks, at a cost of `3 * bound` keys. The
@@ -9,9 +7,9 @@ backward pass computes the scores again, which is faster on CPUs than storing th
 that saves nothing, every query looks at all keys. On NVIDIA GPUs the kernel finds the tiles of each segment without a
 bound.
 
-`packed_attention` is causal. Masks and lists of tiles are computed once for all layers of a model. Short rows are
-computed with all their scores, in a few large products. In long rows the mask excludes most scores. Long rows therefore
-form one stream, of which only tiles with an allowed score are computed (`tiles`).
+`packed_attention` computes masks and lists of tiles once for all layers of a model. Short rows are computed with all
+their scores, in a few large products. In long rows the mask excludes most scores. Long rows therefore form one stream,
+of which only tiles with an allowed score are computed (`tiles`).
 """
 
 import dataclasses

@@ -9,8 +9,6 @@ Arrays are dense: q, out, dout, dq `[B, T, N, H]`; k, v, dk, dv `[B, T, K, H]`; 
 segments and branches `[B, filled]` int32, whose T tokens are filled up to full tiles with segment 0. The lists of tiles
 `visits` are `[B, tiles, width]` int32. `counts` `[B, tiles, 2]` has the number of listed tiles that need the mask, and
 the number of all listed tiles. In `forward`, q, out and lse lack the first AHEAD tokens of a row.
-
-The import of this file fails without Triton.
 """
 
 import triton  # pyright: ignore[reportMissingImports]

@@ -6,8 +6,6 @@ and reduces the logits to sums or gradients. Scores are logits over the temperat
 
 Arrays are dense: hidden `[T, D]`; head `[V, D]`; allowed `[V]` int8, filled up with zeros to full tiles; targets `[T]`
 int32; other arrays `[T]` float32. Tokens are cut into tiles, of which `vocab.TOGETHER` make a group.
-
-The import of this file fails without Triton.
 """
 
 import triton  # pyright: ignore[reportMissingImports]

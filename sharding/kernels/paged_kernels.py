@@ -5,8 +5,6 @@ A program computes the query heads of one KV head over one part of one sequence.
 
 Arrays are dense: q `[B, N, H]`; k and v `[L, C, K, PAGE, H]`; pages `[B, width]` and length, part_tiles `[B]` int32;
 sums `[B, parts, N, H]`, totals and peaks `[B, parts, N]` float32.
-
-The import of this file fails without Triton.
 """
 
 import triton  # pyright: ignore[reportMissingImports]

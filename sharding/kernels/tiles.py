@@ -33,7 +33,7 @@ class Tiles:
     count: Any  # i32 []
     segments: Any  # i32 [tiles, tile]
     branches: Any  # i32 [tiles, tile]
-    visits: flash.Visits | None = None  # lists of tiles for `flash`; None: made in each layer
+    visits: flash.Visits | None = None  # lists of tiles, if `flash` computes
 
     @property
     def size(self) -> int:
@@ -54,8 +54,7 @@ def tile_list(
     segments_S: Int[Array, " S"], branches_S: Int[Array, " S"], tile: int = 0, queries: flash.Like = None
 ) -> Tiles:
     """Returns the tiles in which `sharding.kernels.attention.Mask` (causal) lets a query reach a key. `tile=0` chooses
-    a size. `queries` has the dtype and the head size of all layers' queries. Without `queries`, `flash` lists its tiles
-    in each layer.
+    a size. `queries` has the dtype and the head size of all layers' queries. Without `queries`, `flash` never computes.
 
     The list has every needed tile. If segments and branches are contiguous, needless tiles are only at the border of
     two segments, where branches are not compared. Padding may be anywhere, and segments may have any numbers.
@@ -91,8 +90,8 @@ def forward(
     `[1, N, S]` if `flash` computes. Under `shard_map`, `q`, `k` and `v` must vary over at least the mesh axes over
     which `tiles` varies.
     """
-    if flash.chosen(q_SNH, k_SKH, v_SKH):
-        out, kept = flash.forward(q_SNH[None], k_SKH[None], v_SKH[None], _visits(tiles, q_SNH))
+    if tiles.visits is not None:
+        out, kept = flash.forward(q_SNH[None], k_SKH[None], v_SKH[None], tiles.visits)
         real_S = tiles.segments.reshape(-1)[: len(q_SNH)] != 0
         out = jnp.where(real_S[:, None, None], out, 0)  # `hopper` lets padding within a segment see the segment's keys
         return out[0], (q_SNH, k_SKH, v_SKH, out[0], kept[4], tiles)
@@ -125,9 +124,9 @@ def forward(
 def backward(kept: tuple, dout_SNH: Float[Array, "S N H"]) -> tuple[Array, Array, Array, None]:
     """Returns the gradients of q, k and v, summed in float32, in the dtypes of q, k and v."""
     q_SNH, k_SKH, v_SKH, out_SNH, lse, tiles = kept
-    if flash.chosen(q_SNH, k_SKH, v_SKH):
+    if tiles.visits is not None:
         arrays = (x[None] for x in (q_SNH, k_SKH, v_SKH, out_SNH))
-        dq, dk, dv, _ = flash.backward((*arrays, lse, _visits(tiles, q_SNH)), dout_SNH[None])
+        dq, dk, dv, _ = flash.backward((*arrays, lse, tiles.visits), dout_SNH[None])
         return dq[0], dk[0], dv[0], None
     S, N, H = q_SNH.shape
     K = k_SKH.shape[1]
@@ -167,11 +166,6 @@ def _scores(q: Array, k: Array, tiles: Tiles, query: Array, key: Array) -> Array
     allowed &= (query - key) * tile + lane[:, None] >= lane[None, :]
     scores = _dot("KMH,KCH->KMC", q, k).reshape(K, -1, tile, tile) * q.shape[-1] ** -0.5
     return jnp.where(allowed[None, None], scores, MASKED).reshape(K, -1, tile)
-
-
-def _visits(tiles: Tiles, q_SNH: Array) -> Any:
-    segments, branches = (x.reshape(1, -1)[:, : len(q_SNH)] for x in (tiles.segments, tiles.branches))
-    return tiles.visits or flash.visits_of(segments, branches, True, q_SNH)
 
 
 def _dot(equation: str, a: Array, b: Array) -> Array:

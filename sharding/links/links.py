@@ -311,11 +311,9 @@ class Links:
             self._failure = text
             self._news.notify_all()
         if self._wires is not None:
-            threading.Thread(target=self._give_grace, name="link-grace", daemon=True).start()
-
-    def _give_grace(self) -> None:
-        time.sleep(self._grace)
-        leave(self._error(), self)
+            grace = threading.Timer(self._grace, leave, (self._error(), self))
+            grace.daemon = True
+            grace.start()
 
 
 def _arrive(arrays: Sequence[jax.Array], hopeless: Callable[[], bool]) -> bool:

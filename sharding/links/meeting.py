@@ -91,7 +91,7 @@ def own_address(peer_hosts: Sequence[str]) -> str:
                     local = probe.getsockname()[0]
             except OSError:
                 continue
-            if not is_loopback(local):  # some hosts map their own name to loopback
+            if not ipaddress.ip_address(local).is_loopback:  # some hosts map their own name to loopback
                 return local
     return "127.0.0.1"
 
@@ -205,17 +205,9 @@ def initialize(coordinator: str, processes: int, process: int, **options: Any) -
         os.environ.setdefault("NPROC", "2")
     if process > 0:
         coordinator = _relay(coordinator)
-    elif is_loopback(coordinator.rpartition(":")[0]):
+    elif coordinator.startswith(("127.", "[::1]", "localhost:")):
         options.setdefault("coordinator_bind_address", coordinator)  # else JAX listens on all addresses
     jax.distributed.initialize(coordinator, processes, process, **options)
-
-
-def is_loopback(host: str) -> bool:
-    """Says whether `host` is a loopback address, or the name localhost."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _relay(coordinator: str) -> str:

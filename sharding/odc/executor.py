@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from ..walk import Forward, Fsdp, Loss, Params, Tally
 from . import OdcError
 from .flat import ParameterRows
 from .stage_programs import StagedMicrobatch
-from .stages import MarkingWalk, Step
+from .stages import MarkingWalk, Stage
 from .traffic import Itinerary, Key, PushedGradients, Row, Traffic, Turn, Window
 
 Push = Callable[[Key, int, Sequence[jax.Array]], None] | None  # sends (key, number of the microbatch, rows)
@@ -120,7 +120,7 @@ class Worker:
                     for slot, shape, active in zip(step.writes, shapes, step.stage.active_out, strict=True)
                     if active
                 ]
-                gradient_rows, back = microbatch.backward(step)(pull, rows, given)
+                gradient_rows, back = microbatch.backward[step.stage](pull, rows, given)
                 del rows, pull
                 window.dispatched(gradient_rows[0][0] if gradient_rows else back[0])
                 active = [slot for slot, on in zip(step.reads, step.stage.active_in, strict=True) if on]
@@ -134,7 +134,7 @@ class Worker:
         self._push(push, self._steps)
 
     def _forward(
-        self, window: Window, number: int, microbatch: StagedMicrobatch, program: Callable[[Step], Callable], push: Push
+        self, window: Window, number: int, microbatch: StagedMicrobatch, programs: Mapping[Stage, Callable], push: Push
     ) -> tuple[PyTree, dict[int, tuple[PyTree, list[tuple[tuple[int, ...], np.dtype]]]]]:
         batch, saved = self.task.batches[self.task.indices[number]], {}
         leaves = jax.device_put(jax.tree.leaves(self._read(batch)), self.device)
@@ -143,7 +143,7 @@ class Worker:
         for k, step in enumerate(microbatch.steps):
             rows = self._next(window, number, step.name)
             inputs = [values[slot] for slot in step.reads]
-            outputs, pull = program(step)(rows, inputs, np.int32(step.layer))
+            outputs, pull = programs[step.stage](rows, inputs, np.int32(step.layer))
             del rows, inputs  # frees the rows and inputs before the next step fetches rows
             window.dispatched(outputs[0])
             self._steps += 1
@@ -171,9 +171,6 @@ class Odc:
     complete weights of at most three steps (layers, or parts between two stacks of layers). While a minibatch runs,
     each device also holds its part of the parameters in the compute dtype."""
 
-    last_seconds: dict[int, float]  # by local device: seconds of its part of the last minibatch
-    idle: float  # mean seconds from the end of a local device's part to the end of the minibatch
-
     def __init__(
         self,
         strategy: Fsdp,
@@ -196,7 +193,8 @@ class Odc:
         self._staged: dict[tuple, StagedMicrobatch] = {}
         self._lock = threading.Lock()
         self._combine = jax.jit(_combined, static_argnums=1, out_shardings=NamedSharding(self.mesh, P()))
-        self.last_seconds, self.idle = {}, 0.0
+        self.last_seconds: dict[int, float] = {}  # by local device: seconds of its part of the last minibatch
+        self.idle = 0.0  # mean seconds from the end of a local device's part to the end of the minibatch
 
     def loss_and_grad(
         self, params: Params, batches: Sequence[PyTree], devices: Sequence[int], work: Sequence[float] = ()
@@ -346,9 +344,7 @@ class Odc:
         return jax.make_array_from_single_device_arrays(shape, self._rows.sharding, local)
 
 
-@jax.jit
-def _flat(values: list[jax.Array]) -> jax.Array:
-    return jnp.stack(values)[None]
+_flat, _plus = jax.jit(lambda values: jnp.stack(values)[None]), jax.jit(jnp.add)
 
 
 def _combined(table: jax.Array, maxima: int) -> list[jax.Array]:
@@ -360,8 +356,3 @@ def _combined(table: jax.Array, maxima: int) -> list[jax.Array]:
 @jax.jit
 def _joined(before: tuple[jax.Array, Tally], more: tuple[jax.Array, Tally]) -> tuple[jax.Array, Tally]:
     return before[0] + more[0], before[1] + more[1]
-
-
-@jax.jit
-def _plus(before: jax.Array, more: jax.Array) -> jax.Array:
-    return before + more

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from ..walk import REMAT, Params
 from .flat import ParameterRows
-from .stages import Arrays, Layer, Program, Stage, Step
+from .stages import Arrays, Layer, Program, Stage
 from .traffic import Key, Row
 
 T = TypeVar("T")
@@ -22,8 +22,12 @@ Whole = Callable[[Sequence[Row]], list[jax.Array]]  # rows of `ParameterRows` ->
 class StagedMicrobatch(Program):
     """The steps of batches of one shape (`stages`), and the compiled programs of these steps. `keys[i]` are the keys
     (unit, layer) of the weights of step `i`. `back` has the numbers of the steps of the backward pass, in order.
-    `pushes` has the keys of all gradients, in the order of their pushes. A program is compiled at its first use on each
-    device."""
+    `pushes` has the keys of all gradients, in the order of their pushes.
+
+    Each stage has three programs, compiled at their first use on each device: `forward[stage]`, `(rows, values, layer)
+    -> (outputs, saved)`, where `saved` has the values that `remat` keeps (with `none`, every value), except complete
+    weights; `backward[stage]`, `(saved, rows, active outputs' gradients) -> (gradient rows, active inputs' gradients)`;
+    and `infer[stage]`, `(rows, values, layer) -> (outputs, None)`."""
 
     def __init__(
         self,
@@ -37,29 +41,14 @@ class StagedMicrobatch(Program):
         home = {piece.leaf: u for u, unit in enumerate(rows.units) for piece in unit.pieces}
         units = {step.stage: sorted({home[leaf] for leaf in step.stage.weights}) for step in self.steps}
         self.keys = [tuple((u, step.layer) for u in units[step.stage]) for step in self.steps]
-        self.back = [k for k in reversed(range(len(self.steps))) if self.steps[k].learns]
+        stages = list(enumerate(step.stage for step in self.steps))
+        self.back = [k for k, stage in reversed(stages) if stage.weights or any(stage.active_in)]  # gradients flow
         self.pushes: list[Key] = [key for k in self.back for key in self.keys[k]]
-        self._programs = {  # shared by all threads
-            (stage, build): _one_first(
-                jax.jit(build(stage, functools.partial(rows.whole, needed, leaves=stage.weights), remat))
-            )
-            for stage, needed in units.items()
+        whole = {stage: functools.partial(rows.whole, units[stage], leaves=stage.weights) for stage in units}
+        self.forward, self.backward, self.infer = (  # shared by all threads
+            {stage: _one_first(jax.jit(build(stage, whole[stage], remat))) for stage in units}
             for build in (_forward, _backward, _infer)
-        }
-
-    def forward(self, step: Step) -> Callable:
-        """Returns the program `(rows, values, layer) -> (outputs, saved)`. `saved` has the values that `remat` keeps
-        for `backward` (with `none`, every value), except complete weights."""
-        return self._programs[step.stage, _forward]
-
-    def backward(self, step: Step) -> Callable:
-        """Returns the program `(saved, rows, active outputs' gradients) -> (gradient rows, active inputs'
-        gradients)`."""
-        return self._programs[step.stage, _backward]
-
-    def infer(self, step: Step) -> Callable:
-        """Returns the program `(rows, values, layer) -> (outputs, None)`, which saves no values."""
-        return self._programs[step.stage, _infer]
+        )
 
 
 def _one_first(program: Callable) -> Callable:

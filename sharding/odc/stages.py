@@ -59,11 +59,6 @@ class Step:
     last: Slots = ()  # values that no later step and no result needs
 
     @property
-    def learns(self) -> bool:
-        """Says whether gradients flow through the step."""
-        return bool(self.stage.weights) or any(self.stage.active_in)
-
-    @property
     def name(self) -> str:
         return f"{self.stage.name}[{self.layer}]" if self.stage.stacked else self.stage.name
 

@@ -184,16 +184,12 @@ class Limits:
             raise PlanError(f"num_devices is {num_devices}; a plan needs at least one device")
         aligned = num_devices & -num_devices
         heads = 1 << (self.num_heads.bit_length() - 1) if self.num_heads else aligned
-        if self.max_degree > aligned:
-            raise PlanError(
-                f"limits.max_degree {self.max_degree} is above {aligned}, the largest power of two that divides the "
-                f"{num_devices} devices; use at most {aligned}, or 0"
-            )
-        if self.max_degree > heads:
-            raise PlanError(
-                f"limits.max_degree {self.max_degree} is above the {self.num_heads} query heads (limits.num_heads); "
-                f"use at most {heads}, or 0"
-            )
+        for most, bound in (
+            (aligned, f"{aligned}, the largest power of two that divides the {num_devices} devices"),
+            (heads, f"the {self.num_heads} query heads (limits.num_heads)"),
+        ):
+            if self.max_degree > most:
+                raise PlanError(f"limits.max_degree {self.max_degree} is above {bound}; use at most {most}, or 0")
         return self.max_degree or min(aligned, heads)
 
 

@@ -5,6 +5,7 @@ If loads are tight, a cheaper placement may need changes in all blocks at once, 
 mixes of `tests/sharding/test_planner_mixes.py` therefore send 1 and 2 % more than the least.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -37,11 +38,7 @@ def search(
 ) -> Iterator[Placement]:
     """Yields the best placement of `starts` and of beams, then, with `mend`, placements by repair. Then does the same
     once more, with more beams and more repair."""
-    found = list(starts)
-
-    def score_of(placement: Placement) -> Score:
-        return score(problem, placement)
-
+    found, score_of = list(starts), functools.partial(score, problem)
     amounts = problem.shares
     weights_K = problem.weights[: top_degree(problem).bit_length()]
     for cells, rounds in RUNGS:

@@ -90,10 +90,6 @@ class Layout:
                 column[stream] = np.repeat(begins, chunks) + np.arange(len(stream))
         return device, column
 
-    def sized(self, sizes: Sizes) -> SizedLayout:
-        """The layout in buffers of `sizes`, at least those of `needs`; additional rounds stay empty."""
-        return SizedLayout(self, sizes)
-
     def names(self) -> list[str]:
         """The name of each round's buffer, in the order of execution."""
         degrees = [round.degree for round in self.plan.rounds]
@@ -101,8 +97,8 @@ class Layout:
 
 
 class SizedLayout:
-    """A layout in buffers of given sizes: `columns` tokens on each device, `rounds` as in `Spread`, and `cells`,
-    `device * columns + column` of every token."""
+    """A layout in buffers of given sizes, at least `Layout.needs`: `columns` tokens on each device, `rounds` as
+    in `Spread`, and `cells`, `device * columns + column` of every token. Additional rounds stay empty."""
 
     def __init__(self, layout: Layout, sizes: Sizes) -> None:
         self.plan = layout.plan

@@ -104,9 +104,9 @@ class ShapeBook:
         if len(entries) < places - 1:
             sizes = dict(needs) if exact else self._fresh(needs, caps, usable)
         else:  # the last entry: sizes without a cap grow to a power of two
-            names = {name for known in [needs, caps, *usable] for name in known}
-            known = [needs, *usable]
-            sizes = {name: caps.get(name) or _doubled(max(k.get(name, 0) for k in known)) for name in sorted(names)}
+            names = sorted({name for known in [needs, caps, *usable] for name in known})
+            most = {name: max(known.get(name, 0) for known in [needs, *usable]) for name in names}
+            sizes = {name: caps.get(name) or 1 << max(most[name] - 1, 7).bit_length() for name in names}
             del entries[places - 1 :]
         entries.append(sizes)
         return sizes
@@ -208,10 +208,6 @@ def _present(entries: Sequence[Sizes]) -> list[Sizes]:
 def _cells(sizes: Mapping[str, int]) -> int:
     """The number of tokens that buffers of these sizes hold on a device."""
     return sizes[BASE] * sizes.get(GIVEN, 1)
-
-
-def _doubled(need: int) -> int:
-    return 1 << max(need - 1, 7).bit_length()
 
 
 def round_up(need: int, cap: int = 0) -> int:

@@ -14,17 +14,7 @@ For the backward pass every round keeps the inputs that it received and what its
 and the log-sum-exp). Sending inputs a second time would double the traffic of the backward pass. To save this memory,
 wrap layers in `jax.checkpoint`.
 
-Rounds can't deadlock. All devices run one program, and issue the same collectives in the same order; let the
-collectives be numbered in this order. A device without a token in a round still exchanges its padding. Groups of one
-collective are disjoint and cover all devices. Groups of two collectives are disjoint or nested, because a group is a
-product of trailing mesh axes. Suppose that devices wait for ever, and take a device that waits in the lowest-numbered
-collective. It waits for a second device of its group, which has not reached this collective. The second device waits in
-no lower-numbered collective, so it computes. Its computation ends, since the loops over tiles and chunks have a fixed
-length. It then reaches the collective, which contradicts the assumption. The same holds for asynchronous starts that
-run in the order in which the compiled program issues them.
-
-The argument does not need the order of degrees. XLA:GPU keeps the order of the rounds. XLA:CPU drops the barriers that
-state the order, and runs the rounds in another order, the same on all devices.
+Rounds can't deadlock: `docs/parallelism.md` has the proof.
 """
 
 import abc

@@ -35,7 +35,7 @@ def both(heads: DeltaHeads, width: int, seed: int):
         module.A_log.copy_(torch.tensor(np.log(rates)))
         module.dt_bias.copy_(torch.tensor(np.log(np.expm1(steps))))
         module.in_proj_a.weight.mul_(0.3)
-    layer = GatedDeltaNet(width, heads, eps=config.rms_norm_eps, std=0.02, rngs=nnx.Rngs(0))
+    layer = GatedDeltaNet(width, heads, eps=config.rms_norm_eps, std=0.02)
     nnx.update(layer, nnx.State(jax.tree.map(jnp.asarray, ours(module, heads, lambda weight: weight))))
     return module, layer
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import (
+    logits,
     qwen2_config,
     qwen3_5_config,
     qwen3_config,
@@ -20,7 +21,7 @@ from tiny import (
 
 import models
 from models.config import ModelConfigError
-from models.decoder import hidden_states, logits, logprobs
+from models.decoder import hidden_states, logprobs
 from sharding.walk import Walk
 
 TOLERANCE = 1e-5  # float32, same arithmetic in another order
@@ -89,7 +90,7 @@ def test_shared_prompt_equals_repeated_prompt(vl, sequences) -> None:
 def test_logprobs_are_those_of_the_predecessors_logits(vl, sequences) -> None:
     inputs = rows([[sequences[2]]], 15, vl.config)
     logs = jax.nn.log_softmax(run(vl, logits, inputs, Walk())[0] / 0.5)
-    chosen, entropies = run(vl, logprobs, inputs, Walk(), temperature=0.5, vocab_chunk=4)
+    chosen, entropies = run(vl, logprobs, inputs, Walk(), temperature=0.5)
     wanted = np.asarray(logs)[np.arange(14), inputs.tokens_BT[0, 1:]]
     np.testing.assert_allclose(chosen[0, 1:], wanted, atol=TOLERANCE, rtol=0)
     np.testing.assert_allclose(entropies[0, 1:], -(np.exp(logs) * logs).sum(-1)[:-1], atol=TOLERANCE, rtol=0)

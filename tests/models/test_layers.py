@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec as P
 from tiny import vl_config
 
 import models
+from models.creation import with_values
 from models.layers import FEW_ROWS, GatedMLP, gelu, project
 from sharding.mesh import make_mesh
-from sharding.weights import WeightSpec
+from sharding.weights import WeightSpec, zeros
 
 X = np.linspace(-12, 12, 4801).astype(np.float32)
 CDF = np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in X.tolist()])
@@ -57,7 +58,7 @@ def test_project_equals_einsum():
         return out, *pull(jnp.asarray(dout))
 
     want = both(lambda x, weights: jnp.einsum("BTNH,NHKF->BTKF", x, weights))
-    spec = WeightSpec(weights.shape, ("N", "H", "K", "F"), nnx.initializers.zeros_init(), inputs=2)
+    spec = WeightSpec(weights.shape, ("N", "H", "K", "F"), zeros, inputs=2)
     for ours, theirs in zip(both(lambda x, weights: project(x, nnx.Param(weights, spec=spec))), want, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
@@ -67,7 +68,7 @@ def test_project_with_outputs_first_equals_einsum(rows):
     """As engines keep their matrices; the number of rows decides how the product is computed."""
     rng = np.random.default_rng(rows)
     x, weights = rng.normal(size=(rows, 1, 4, 5)), rng.normal(size=(4, 5, 6, 7))
-    spec = WeightSpec(weights.shape, ("N", "H", "K", "F"), nnx.initializers.zeros_init(), inputs=2).turned()
+    spec = WeightSpec(weights.shape, ("N", "H", "K", "F"), zeros, inputs=2).turned()
     assert (spec.shape, spec.axes) == ((6, 7, 4, 5), ("K", "F", "N", "H"))
     matrix = nnx.Param(jnp.asarray(np.moveaxis(weights, (0, 1), (2, 3)), jnp.float32), spec=spec)
     ours = jax.jit(project)(jnp.asarray(x, jnp.float32), matrix)
@@ -76,7 +77,7 @@ def test_project_with_outputs_first_equals_einsum(rows):
 
 def test_gradients_are_products_of_two_matrices():
     """With rows along two axes, XLA on CPUs transposes all activations again for each weight's gradient."""
-    mlp = GatedMLP(8, 16, bias=False, std=1.0, rngs=nnx.Rngs(0))
+    mlp = with_values(GatedMLP(8, 16, bias=False, std=1.0))
     graphdef, state = nnx.split(mlp)
 
     def loss(state, x):

@@ -21,11 +21,11 @@ from hf_reference import (
     torch,
     worst,
 )
-from tiny import run
+from tiny import logits, run
 
 import models
 from models.config import RopeConfig
-from models.decoder import logits, logprobs
+from models.decoder import logprobs
 from models.inputs import pad
 from models.processing.processor import pack_patches
 from sharding.walk import Walk
@@ -167,7 +167,7 @@ def test_logprobs_and_entropies(vl: Pair) -> None:
     with torch.no_grad():
         logs = torch.log_softmax(vl.reference(**asked.reference).logits / temperature, -1)[:, :-1]
     targets = asked.reference["input_ids"][:, 1:, None]
-    chosen, entropies = run(vl.model, logprobs, asked.inputs, Walk(), temperature=temperature, vocab_chunk=8)
+    chosen, entropies = run(vl.model, logprobs, asked.inputs, Walk(), temperature=temperature)
     assert worst(chosen[:, 1:], logs.gather(-1, targets)[..., 0]) < TOLERANCE
     assert worst(entropies[:, 1:], -(logs.exp() * logs).sum(-1)) < TOLERANCE
     assert np.isfinite(chosen).all()

@@ -9,12 +9,11 @@ from flax.traverse_util import unflatten_dict
 from hf_reference import BUILD, TOLERANCE, build_text, question, torch, worst
 from lora_cases import LORA, given_adapters
 from media_files import parity
-from tiny import run
+from tiny import logits, run
 
 import models
 from fluxjax.config.learning import DELTA_TARGETS
 from models.config import NameLayout
-from models.decoder import logits
 from models.lora import adapted, load_adapters, save_adapters
 from sharding import weights as arithmetic
 from sharding.walk import Walk

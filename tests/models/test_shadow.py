@@ -36,7 +36,7 @@ BOUND = st.none() | st.integers(-30, 30)
 def test_whatever_is_cut_and_joined_is_what_the_array_would_be(data):
     pairs: list[Any] = [(shadow(ticket), array) for ticket, array in THERE.items()]
     for _ in range(data.draw(st.integers(1, 6))):
-        match data.draw(st.sampled_from(["slice", "concatenate", "pad", "shard"])):
+        match data.draw(st.sampled_from(["slice", "concatenate", "pad"])):
             case "slice":
                 tensor, array = pairs[data.draw(st.integers(0, len(pairs) - 1))]
                 rows = slice(data.draw(BOUND), data.draw(BOUND))
@@ -48,12 +48,6 @@ def test_whatever_is_cut_and_joined_is_what_the_array_would_be(data):
                 tensor, array = pairs[data.draw(st.integers(0, len(pairs) - 1))]
                 zeros = np.zeros((data.draw(st.integers(0, 3)), 3), np.float32)
                 pairs.append((np.concatenate([zeros, tensor]), np.concatenate([zeros, array])))
-            case "shard":
-                tensor, array = pairs[data.draw(st.integers(0, len(pairs) - 1))]
-                count = data.draw(st.sampled_from([n for n in range(1, 9) if len(array) % n == 0]))
-                index = data.draw(st.integers(0, count - 1))
-                size = len(array) // count
-                pairs.append((tensor.shard(index, count), array[index * size : (index + 1) * size]))
     for tensor, array in pairs:
         assert (tensor.shape, tensor.nbytes, tensor.ndim) == (array.shape, array.nbytes, 2)
         np.testing.assert_array_equal(tensor.materialize(fetch), array)
@@ -62,7 +56,7 @@ def test_whatever_is_cut_and_joined_is_what_the_array_would_be(data):
 
 def test_neighbours_of_one_tensor_are_fetched_as_one():
     tensor = shadow("t2")
-    parts = [tensor.shard(k, 4) for k in range(4)]
+    parts = [tensor[6 * k : 6 * (k + 1)] for k in range(4)]
     joined: Any = np.concatenate(parts)
     assert joined.elsewhere == (Rows("t2", 0, 24),)
     turned: Any = np.concatenate([parts[1], parts[0]])
@@ -91,8 +85,6 @@ def test_used_as_data_it_says_where_that_is(use):
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="7 rows can't be cut into 2 equal shards"):
-        shadow("t0").shard(0, 2)
     with pytest.raises(ValueError, match="can't be concatenated with"):
         np.concatenate([shadow("t0"), np.zeros((1, 4), np.float32)])
     with pytest.raises(

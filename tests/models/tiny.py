@@ -4,14 +4,16 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import models
 from models.config import DecoderConfig, DeepVisionConfig, NameLayout, RopeConfig, TextConfig, VisionConfig
-from models.decoder import Decoder
+from models.decoder import Decoder, hidden_states
 from models.inputs import PackedTokens
 from models.processing.processor import pack_patches
 from sharding.kernels.delta_heads import DeltaHeads
+from sharding.walk import Walk
 
 GRID = (1, 4, 8)  # of the image of every prompt: 32 patches, 8 features
 
@@ -104,6 +106,12 @@ def run(model: Decoder, function: Any, inputs: PackedTokens, *args: Any, **setti
     return jax.jit(lambda params, inputs: function(models.merge(graphdef, params), inputs, *args, **settings))(
         params, inputs
     )
+
+
+def logits(model: Decoder, inputs: PackedTokens, walk: Walk) -> jax.Array:
+    """The next-token logits of every token, float32."""
+    hidden = hidden_states(model, inputs, walk)
+    return jnp.einsum("BTD,VD->BTV", hidden, model.head_weight(walk), preferred_element_type=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,7 +83,10 @@ class PagedDevice:
             tokens_BR = rng.integers(self.least_id, SOME_IDS, (len(slots_B), steps)).astype(np.int32)
             count_B = np.minimum(steps, batch.remaining_B[: len(slots_B)])
             for row, slot in enumerate(slots_B):
-                entries = batch.entries_BR[row, :steps]
+                number = batch.length_B[row] + np.arange(steps)
+                pages = np.append(batch.pages_BC[row], self.limits.pages)  # no page behind the last
+                page = pages[np.minimum(number // PAGE_TOKENS, len(pages) - 1)]
+                entries = page * PAGE_TOKENS + number % PAGE_TOKENS
                 inside = entries < self.cache.size
                 sample = scheduler.occupant[slot]
                 stop_ids = sample.job.request.sampling.stop_ids
@@ -109,7 +112,7 @@ class PagedDevice:
                     self.states[slot] = [*known[:-1], *map(int, fresh)]
             assert batch.slot_B[: len(slots_B)].tolist() == slots_B.tolist()
             assert (batch.slot_B[len(slots_B) :] == self.limits.slots + self.limits.kept_states).all()
-            assert (batch.entries_BR[len(slots_B) :] >= self.cache.size).all()
+            assert (batch.pages_BC[len(slots_B) :] >= self.limits.pages).all()
         self.unread.append((scheduler.dispatched(slots_B, self.version), slots_B, tokens_BR, count_B))
         self.read(int(self.limits.ahead))
 

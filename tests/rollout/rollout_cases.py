@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import models
@@ -198,7 +199,8 @@ def _packed(model: Any, prompt: ModelInput, response: Sequence[int]) -> PackedTo
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(graphdef: Any, params: Any, inputs: PackedTokens) -> Any:
-    return decoder.logits(models.merge(graphdef, params), inputs, Walk())[0]
+    model = models.merge(graphdef, params)
+    return jnp.einsum("TD,VD->TV", decoder.hidden_states(model, inputs, Walk())[0], model.head_weight(Walk()))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

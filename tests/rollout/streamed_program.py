@@ -57,7 +57,7 @@ def main(target, folder, *cases):
         rotary = (array(jnp.float32, 1, tokens, CONFIG.head_dim),) * 2
         places = (array(jnp.int32, 1, tokens),) * 2
         with compiling_for(Target.of(device)):
-            lowered = programs.prefill.lower(layer, upcoming, x, rotary, *places, None, room=0, kind="layers")
+            lowered = programs.prefill.lower(layer, upcoming, x, rotary, (*places, None), room=0, kind="layers")
         compiled = lowered.compile()
         pathlib.Path(folder, f"{tokens}-{parts}.hlo").write_text(compiled.as_text() or "")
         memory[case] = compiled.memory_analysis().temp_size_in_bytes

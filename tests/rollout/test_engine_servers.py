@@ -158,7 +158,7 @@ async def test_a_server_without_a_fetch_refuses_tickets(checkpoints: dict[str, p
     there = Elsewhere()
     async with serving(checkpoints["vl"]) as served:
         shadow = dataclasses.replace(served.request("image"), prompt=there.shadow(served.prompt("image"), "m"))
-        await refused(served, served.body(shadow), "image_data has tickets .* made without `fetch`; send the pixels")
+        await refused(served, served.body(shadow), "patches_PX is a shadow tensor .*made without `fetch`")
         assert (await served.get("/server_info"))["shadows"] is False
 
 

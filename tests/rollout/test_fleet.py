@@ -89,8 +89,8 @@ async def test_a_closed_fleet_leaves_nothing_and_takes_nothing(tmp_path: pathlib
     seat = fleet.seats[0]
     await seat.update_weights(1, models.split(model("text"))[1])
     answers = asyncio.create_task(collect(seat.generate(asked()), 1))
-    await until(lambda: seat.stats().running and all(server._process for server in servers))
-    pids = [server.pid for server in servers]
+    await until(lambda: seat.stats().running and all(server.running for server in servers))
+    pids = [server.running.pid for server in servers]
     assert weights_folders() - before
     fleet.leave("server 1")
     await asyncio.to_thread(fleet.close)
@@ -356,7 +356,7 @@ async def test_a_server_that_dies_or_hangs_is_replaced(two: Two, long_here: JaxE
     for number, signals in enumerate((signal.SIGKILL, signal.SIGSTOP)):
         jobs = jobs_of(seat, long_here, version, 2, 4)
         await until(lambda: all(server.open > 0 for server in fleet.members))
-        before, pid = fleet.servers()[number].restarts, servers[number].pid
+        before, pid = fleet.servers()[number].restarts, servers[number].running.pid
         os.killpg(pid, signals)
         began = time.monotonic()
         await until(lambda number=number, before=before: fleet.servers()[number].restarts > before)
@@ -377,16 +377,16 @@ async def test_a_server_that_ends_in_its_sleep_starts_when_it_is_to_wake(two: Tw
     fleet, servers, seat = two.fleet, two.servers, two.seat
     await two.serves(long_here)
     before = fleet.servers()[1].restarts
-    os.killpg(servers[1].pid, signal.SIGKILL)
-    await until(lambda: fleet.servers()[1].restarts > before and servers[1].ended() is None and servers[1]._process)
-    starting = servers[1].pid
+    os.killpg(servers[1].running.pid, signal.SIGKILL)
+    await until(lambda: fleet.servers()[1].restarts > before and servers[1].ended() is None and servers[1].running)
+    starting = servers[1].running.pid
     await seat.sleep()
-    assert [server.asleep for server in fleet.servers()] == [True, True] and servers[1].pid == starting
-    pid = servers[0].pid
+    assert [server.asleep for server in fleet.servers()] == [True, True] and servers[1].running.pid == starting
+    pid = servers[0].running.pid
     os.killpg(pid, signal.SIGKILL)
     await until(lambda: not group_exists(pid) and not fleet.servers()[0].up)
     await asyncio.sleep(1.0)
-    assert servers[0]._process is None and servers[1].pid == starting
+    assert servers[0].running is None and servers[1].running.pid == starting
     version = await publish([seat], long_here, 1)  # wakes
     await exact(seat, long_here, asked(n=4), version)
     await until(lambda: [server.version for server in fleet.servers()] == [version] * 2)
@@ -404,7 +404,7 @@ async def test_servers_join_and_leave_a_running_fleet(
     await until(lambda: all(server.up for server in fleet.servers()))
     jobs = jobs_of(seat, long_here, version, 6, 2)
     await until(lambda: all(server.open == 4 for server in fleet.members))
-    pid = late.pid
+    pid = late.running.pid
     fleet.leave(name)
     await asyncio.gather(*jobs)
     await until(lambda: not group_exists(pid))
@@ -442,7 +442,7 @@ async def test_samples_of_another_seat_end_before_a_server_sleeps(
         lent, other = fleet.seats
         version = await publish([lent, other], long_here)
         await until(lambda: all(server.up for server in fleet.servers()))
-        os.killpg(servers[1].pid, signal.SIGKILL)
+        os.killpg(servers[1].running.pid, signal.SIGKILL)
         await until(lambda: fleet.servers()[1].restarts)
         early = asyncio.create_task(exact(other, long_here, asked(tokens=200), version))
         await until(lambda: fleet.members[0].open)
@@ -455,12 +455,12 @@ async def test_samples_of_another_seat_end_before_a_server_sleeps(
         restarts = fleet.servers()[1].restarts
         job = asyncio.create_task(exact(other, long_here, asked(tokens=200), version))
         await until(lambda: fleet.members[1].open)
-        os.killpg(servers[1].pid, signal.SIGKILL)
+        os.killpg(servers[1].running.pid, signal.SIGKILL)
         await job  # waits for it, since the only other one sleeps
         assert fleet.servers()[1].restarts == restarts + 1
         job = asyncio.create_task(collect(other.generate(asked(n=8, tokens=200)), 8))
         await until(lambda: fleet.members[1].open)
-        pid = servers[1].pid
+        pid = servers[1].running.pid
         await asyncio.to_thread(fleet.close)
         await until(lambda: not group_exists(pid))
         with pytest.raises(EngineError, match="closed"):

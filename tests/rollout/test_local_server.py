@@ -18,13 +18,13 @@ async def test_a_local_server_ends_with_all_of_its_processes(tmp_path: pathlib.P
     server = sleeper(tmp_path)
     server.start()
     await until(lambda: server.last_words() == "ready")
-    pid = server.pid
+    pid = server.running.pid
     assert group_exists(pid) and server.ended() is None
     server.stop()
     await until(lambda: not group_exists(pid))  # those that it waits for have ended, others are about to
     server.stop()
     server.start()
-    assert server.pid != pid
+    assert server.running.pid != pid
     server.kill()
     await until(lambda: not group_exists(pid))
 
@@ -33,7 +33,7 @@ async def test_a_local_server_that_hangs_is_killed(tmp_path: pathlib.Path) -> No
     server = sleeper(tmp_path, "trap '' TERM", "echo ready", "while :; do sleep 1; done")
     server.start()
     await until(lambda: server.last_words() == "ready")
-    pid = server.pid
+    pid = server.running.pid
     server.stop()
     await until(lambda: not group_exists(pid))
 
@@ -55,7 +55,7 @@ class Script(ServerCommand):
     def words(self, port): return ["/bin/sleep", "1000"]
 server = LocalServer(Script("serve", ""), pathlib.Path({str(tmp_path / "log")!r}))
 server.start()
-print(server.pid, flush=True)
+print(server.running.pid, flush=True)
 time.sleep(1000)
 """
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:

@@ -220,7 +220,7 @@ async def test_a_killed_server_loses_nothing_and_comes_back(server: Subject) -> 
     task = asyncio.create_task(collect(server.engine.generate(request("k", prompt, n=3, max_new_tokens=150)), 3))
     await asyncio.sleep(0.4)
     assert not task.done() and server.process is not None
-    os.killpg(server.process.pid, signal.SIGKILL)
+    os.killpg(server.process.running.pid, signal.SIGKILL)
     for answer in await task:  # there is no other server: they wait for this one
         assert (answer.finish, len(answer.ids), set(answer.versions)) == (FinishReason.LENGTH, 150, {version})
         np.testing.assert_allclose(answer.logprobs, full_logprobs(whole, prompt, answer.ids), rtol=0, atol=GAP)

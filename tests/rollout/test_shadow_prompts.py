@@ -400,5 +400,5 @@ def test_25_a_text_model_has_no_features():
     model = build(TEXT)
     with pytest.raises(ValueError, match="text model"):
         model.features(Walk(), PROMPTS["image"].vision)
-    with pytest.raises(ValueError, match="text model"):
+    with pytest.raises(ValueError, match="nothing says which tokens they belong to"):
         model.embed(Walk(), jnp.zeros((1, 2), jnp.int32), None, None, jnp.zeros((3, 32), jnp.float32))

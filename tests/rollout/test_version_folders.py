@@ -433,13 +433,13 @@ def test_hosts_servers_may_ask_at_once(root: pathlib.Path, trainer: Trainer, mon
     """Each opens the lock for itself, as processes do. One makes the version; the others find it there."""
     trainer.publish(0)
     written = trainer.publish(1)
-    made, make, found = [], version_folders._make, []
+    made, make, found = [], version_folders._write, []
 
     def counted(*arguments: Any) -> None:
         made.append(arguments)
         make(*arguments)
 
-    monkeypatch.setattr(version_folders, "_make", counted)
+    monkeypatch.setattr(version_folders, "_write", counted)
     threads = [threading.Thread(target=lambda: found.append(pull(root / "local", trainer.source, 1))) for _ in range(4)]
     for thread in threads:
         thread.start()

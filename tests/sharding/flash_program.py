@@ -150,7 +150,7 @@ def dispatch():
         return attention(q, k, v, Mask(segments, branches))
 
     def tiled(q, k, v, segments, branches):
-        return tiles.tile_attention(q[0], k[0], v[0], tiles.tile_list(segments[0], branches[0]))[None]
+        return tiles.tile_attention(q[0], k[0], v[0], tiles.tile_list(segments[0], branches[0], queries=q))[None]
 
     def windows(q, k, v, segments, branches):
         return segment_attention(q[0], k[0], v[0], segments[0], 16)[None]

@@ -37,8 +37,8 @@ CONFIG = TextConfig(
 
 
 class Layers(nnx.Module):
-    def __init__(self, rngs):
-        self.layers = DecoderLayer(CONFIG, rngs, stack=LAYERS)
+    def __init__(self):
+        self.layers = DecoderLayer(CONFIG, stack=LAYERS)
 
 
 def forward(model, batch, walk):
@@ -62,7 +62,7 @@ def main(target, hlo, residuals):
         platform="cuda", topology_name="h100", topology="1x1x8", target_config=pathlib.Path(target).read_text()
     )
     mesh = make_mesh(devices=topology.devices)
-    model = nnx.eval_shape(lambda: Layers(nnx.Rngs(0)))
+    model = Layers()
     fsdp = Fsdp(
         mesh,
         model,

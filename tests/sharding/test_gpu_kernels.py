@@ -24,6 +24,7 @@ from test_tiles import S, streams
 from triton_code import SHARED_MEMORY, assert_no_spills_and_tensor_cores
 from turns import by_turns, third_of
 
+from models.creation import with_values
 from models.layers import GatedMLP
 from sharding import vocab
 from sharding.kernels import flash
@@ -123,7 +124,7 @@ def test_cpus_and_old_gpus_compute_portably(monkeypatch):
 
 
 def test_a_gated_mlp_of_gpus_has_the_same_gradients():
-    structure, weights = nnx.split(GatedMLP(8, 24, bias=True, std=1.0, rngs=nnx.Rngs(0)))
+    structure, weights = nnx.split(with_values(GatedMLP(8, 24, bias=True, std=1.0)))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 8)), jnp.float32)
 
     def gradients(weights, x):

@@ -165,7 +165,7 @@ def test_no_whole_weight_is_kept_for_the_backward_pass(remat):
     shapes = {piece.shape for unit in rows.units for piece in unit.pieces if len(piece.shape) > 1}
     for step, keys in zip(one.steps, one.keys, strict=True):
         given = [tuple(jax.ShapeDtypeStruct((sizes[u],), jnp.float32) for _ in range(2)) for u, _ in keys]
-        outputs, saved = jax.eval_shape(one.forward(step), given, [values[s] for s in step.reads], np.int32(0))
+        outputs, saved = jax.eval_shape(one.forward[step.stage], given, [values[s] for s in step.reads], np.int32(0))
         values |= dict(zip(step.writes, outputs, strict=True))
         kept = {leaf.shape for leaf in jax.tree.leaves(saved)}
         assert not kept & (shapes | {shape[::-1] for shape in shapes}) and (sizes[keys[0][0]],) not in kept

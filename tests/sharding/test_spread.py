@@ -39,7 +39,7 @@ def make_plan(lengths, degrees, firsts, most=1, devices=DEVICES) -> ShardPlan:
 
 def sized(plan, **exports) -> SizedLayout:
     layout = lay(plan)
-    return layout.sized({name: round_up(need) for name, need in (layout.needs() | exports).items()})
+    return SizedLayout(layout, {name: round_up(need) for name, need in (layout.needs() | exports).items()})
 
 
 def streams(layout: SizedLayout):
@@ -105,10 +105,12 @@ def test_larger_buffers_and_further_rounds_change_no_place():
     plan = make_plan([9, 4, 3], [4, 2, 1], [0, 6, 5])
     layout = lay(plan)
     needs = layout.needs()
-    roomy = layout.sized({name: 2 * need + 8 for name, need in needs.items()} | {"round/4/1": 8, "round/8/0": 16})
+    roomy = SizedLayout(
+        layout, {name: 2 * need + 8 for name, need in needs.items()} | {"round/4/1": 8, "round/8/0": 16}
+    )
     assert [degree for degree, _ in roomy.rounds] == [8, 4, 4, 2, 1]
     assert not roomy.counts[:, [0, 2]].any()
-    tight = layout.sized(needs)
+    tight = SizedLayout(layout, needs)
     np.testing.assert_array_equal(np.divmod(roomy.cells, roomy.columns), np.divmod(tight.cells, tight.columns))
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy import D, Layer, Table, assert_equal, make_batch, normal
 
+from models.creation import with_values
 from sharding.mesh import make_mesh
 from sharding.odc.executor import Odc
 from sharding.vocab import token_logprobs
@@ -23,9 +24,9 @@ TOLERANCE = 5e-5  # float32; sums over tokens cancel, in another order on each n
 
 
 class Gate(nnx.Module):
-    def __init__(self, rngs, stack):
-        self.matrix = weight(rngs, WeightSpec((D, 2, D), ("D", "C", "F"), normal), stack)
-        self.bias = weight(rngs, WeightSpec((2, D), ("C", "F"), normal), stack)
+    def __init__(self, stack):
+        self.matrix = weight(WeightSpec((D, 2, D), ("D", "C", "F"), normal), stack)
+        self.bias = weight(WeightSpec((2, D), ("C", "F"), normal), stack)
 
     def __call__(self, x):
         inner = jnp.einsum("BTD,DCF->CBTF", x, self.matrix[...])
@@ -34,11 +35,11 @@ class Gate(nnx.Module):
 
 
 class Hybrid(nnx.Module):
-    def __init__(self, rngs, order):
-        self.table = Table(rngs, D)
+    def __init__(self, order):
+        self.table = Table(D)
         self.kinds = tuple({"g": "gates", "l": "layers"}[kind] for kind in order)
-        self.gates = Gate(rngs, order.count("g"))
-        self.layers = Layer(rngs, max(order.count("l"), 1), D, 18)
+        self.gates = Gate(order.count("g"))
+        self.layers = Layer(max(order.count("l"), 1), D, 18)
 
     @property
     def stack(self):
@@ -85,7 +86,7 @@ def strategy(devices, model, **options):
 
 
 def hybrid(order):
-    model = Hybrid(nnx.Rngs(0), order)
+    model = with_values(Hybrid(order))
     return model, jax.tree.map(lambda x: x / 2, nnx.to_pure_dict(nnx.state(model)))  # gentle: eight layers round little
 
 
@@ -158,7 +159,7 @@ def test_more_periods_keep_as_much_as_more_layers_of_one_kind(remat, most):
 
     def temporaries(order):
         names = {kind: "gl".index(kind) for kind in sorted(set(order))}
-        modules = {kind: Gate(nnx.Rngs(number), order.count(kind)) for kind, number in names.items()}
+        modules = {kind: with_values(Gate(order.count(kind)), number) for kind, number in names.items()}
         graphdefs = {kind: nnx.graphdef(module) for kind, module in modules.items()}
 
         def summed(params):
@@ -170,5 +171,5 @@ def test_more_periods_keep_as_much_as_more_layers_of_one_kind(remat, most):
         return jax.jit(jax.grad(summed)).lower(params).compile().memory_analysis().temp_size_in_bytes
 
     grown = [temporaries(period * 16) - temporaries(period * 8) for period in ("gggl", "gggg")]
-    weights = 32 * sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(Gate(nnx.Rngs(0), 1))))
+    weights = 32 * sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(with_values(Gate(1)))))
     assert 0 < grown[0] <= grown[1] + most * weights

@@ -20,7 +20,7 @@ from sharding.kernels.delta_heads import DeltaHeads
 from sharding.kernels.runs import packed_runs
 from sharding.mesh import binary_axes, make_mesh
 from sharding.planner.plan import PlanError, Round, ShardPlan
-from sharding.spread.buffers import Spread, lay
+from sharding.spread.buffers import SizedLayout, Spread, lay
 from sharding.spread.recurrence import spread_delta
 from sharding.spread.ulysses import deal_heads, spread_attention, views_of
 
@@ -139,7 +139,7 @@ def test_states_go_through_streams_as_through_whole_sequences(heads):
     layout = lay(plan_of(sequences, budgets))
     sizes = dict(zip(layout.names(), (budget for _, budget in budgets), strict=True))
     spread = dataclasses.replace(
-        spread, runs=layout.sized({"columns": COLUMNS, "runs": 4} | sizes).runs(segments, branches)
+        spread, runs=SizedLayout(layout, {"columns": COLUMNS, "runs": 4} | sizes).runs(segments, branches)
     )
     runs, rng = packed_runs(segments[None], branches[None]), np.random.default_rng(0)
 

@@ -6,21 +6,23 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models import layers
+from models.creation import with_values
 from sharding.mesh import make_mesh
 from sharding.vocab import token_logprobs
 from sharding.walk import Fsdp, Stack, Tally
 from sharding.weights import WeightSpec, weight
 
 B, T, D, F, V, L = 24, 5, 12, 18, 24, 3
-normal = nnx.initializers.normal(0.3)
+normal = layers.normal(0.3)
 
 
 class Layer(nnx.Module):
-    def __init__(self, rngs, stack, width, inner):
-        self.up = weight(rngs, WeightSpec((width, inner), ("D", "F"), normal), stack)
-        self.down = weight(rngs, WeightSpec((inner, width), ("F", "D"), normal), stack)
-        self.scale = weight(rngs, WeightSpec((width,), ("D",), nnx.initializers.ones_init()), stack)
-        self.odd = weight(rngs, WeightSpec((5,), ("H",), normal), stack)
+    def __init__(self, stack, width, inner):
+        self.up = weight(WeightSpec((width, inner), ("D", "F"), normal), stack)
+        self.down = weight(WeightSpec((inner, width), ("F", "D"), normal), stack)
+        self.scale = weight(WeightSpec((width,), ("D",), layers.ones), stack)
+        self.odd = weight(WeightSpec((5,), ("H",), normal), stack)
 
     def __call__(self, x):
         inner = jnp.tanh(jnp.einsum("BTD,DF->BTF", x * jnp.broadcast_to(self.scale[...], x.shape), self.up[...]))
@@ -28,14 +30,14 @@ class Layer(nnx.Module):
 
 
 class Toy(nnx.Module):
-    def __init__(self, rngs, width=D, inner=F, layers=L):
-        self.table = Table(rngs, width)
-        self.layers = Layer(rngs, layers, width, inner)
+    def __init__(self, width=D, inner=F, layers=L):
+        self.table = Table(width)
+        self.layers = Layer(layers, width, inner)
 
 
 class Table(nnx.Module):
-    def __init__(self, rngs, width):
-        self.weight = weight(rngs, WeightSpec((V, width), ("V", "D"), normal))
+    def __init__(self, width):
+        self.weight = weight(WeightSpec((V, width), ("V", "D"), normal))
 
 
 def forward(model, inputs, walk):
@@ -58,7 +60,7 @@ def make_batch(rows=B):
 
 
 def toy(**sizes):
-    model = Toy(nnx.Rngs(0), **sizes)
+    model = with_values(Toy(**sizes))
     return model, nnx.to_pure_dict(nnx.state(model))
 
 
