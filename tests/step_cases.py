@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from packing_cases import TEXT, compose, make_config, make_groups
+from packing_cases import TEXT, compose, make_config, make_groups, unpack
 
 import models
 from fluxjax.algorithms import find_algorithm, grpo
 from fluxjax.base.types import TrainedStep
 from fluxjax.batch.composer import Composer
-from fluxjax.batch.composition import Composition, unpack
+from fluxjax.batch.composition import Composition
 from fluxjax.config import (
     FSDP,
     ODC,

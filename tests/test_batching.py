@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import random_groups
-from packing_cases import MODEL, QWEN3_5, compose, make_config, make_groups, shapes_of
+from packing_cases import MODEL, QWEN3_5, compose, make_config, make_groups, shapes_of, unpack
 from turns import third_of
 
 from fluxjax.batch.composer import sft_groups
-from fluxjax.batch.composition import unpack
 from fluxjax.batch.rows import Budget
 from fluxjax.batch.share import Item, chunks_needed, pieces_of
 from fluxjax.config import ODC, ConfigError, FlexUlysses, LossAggregation, Ulysses

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packing_cases import TEXT, compose
+from packing_cases import TEXT, compose, unpack
 from step_cases import (
     ALGORITHM_CASES,
     VERSION,
@@ -27,7 +27,6 @@ from test_algorithms import TOLERANCE, finite_differences, make_batch
 import models
 from fluxjax.algorithms import PPO, RLAlgorithm, grpo
 from fluxjax.algorithms.ppo import value_loss
-from fluxjax.batch.composition import unpack
 from fluxjax.config import AlgorithmConfig, Config, ConfigError, ImportanceConfig, KlEstimator
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import Portion, check_algorithm

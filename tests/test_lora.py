@@ -10,14 +10,13 @@ import pytest
 from checkpoint_cases import save
 from flax.traverse_util import flatten_dict, unflatten_dict
 from learner_cases import assert_close, assert_equal, outcome
-from packing_cases import TEXT, answered, compose, make_config, make_groups, model_input
+from packing_cases import TEXT, answered, compose, make_config, make_groups, model_input, unpack
 from test_learner import CONFIGS, gradients, microbatches_for, tiny
 from turns import by_turns
 
 import models
 from fluxjax.algorithms import ALGORITHMS, grpo
 from fluxjax.base.types import PreparedPrompt, Prompt
-from fluxjax.batch.composition import unpack
 from fluxjax.config import ODC, Config, ConfigError, DType, FlexUlysses, Remat, Ulysses
 from fluxjax.config.learning import DELTA_TARGETS, LORA_TARGETS
 from fluxjax.learner.learner import Learner, fingerprint
