@@ -29,14 +29,13 @@ import numpy as np
 
 from ...base.types import Group, SavedState, State
 from ...config import AdaptiveAsyncConfig
-from ...config.schedules import Pid
+from ...config.schedules import GAINS, Pid
 from ..ledger import PromptStage
 from ..machine import Coordinator
 from ..messages import DrawPrompts, Evaluate, Instruction, PublishWeights, SaveCheckpoint, Train
 from .rounds import Base, generate
 
 # Flux's constants.
-GAINS = {"kp": 0.1, "ki": 0.01, "kd": 0.05}  # gains of the ratio's controller
 RATIOS = 0.1, 0.9  # bounds of the ratio; an initial ratio outside extends them, but an initial 0 or 1 stays
 EMA = 0.9  # weight of the previous estimate of staleness in the next estimate
 TOLERANCE = 0.05  # a barrier is forced if staleness exceeds the target by more than this
@@ -61,7 +60,7 @@ class AdaptiveAsync(Base):
     def __post_init__(self) -> None:
         ratio = self.settings.ratio
         low, high = (ratio, ratio) if ratio in (0.0, 1.0) else (min(ratio, RATIOS[0]), max(ratio, RATIOS[1]))
-        self._pid = Pid(ratio, low, high, kp=GAINS["kp"], ki=GAINS["ki"], kd=GAINS["kd"])
+        self._pid = Pid(ratio, low, high, **GAINS)
         self.staleness = 0.0  # moving average
         self.barriers = 0  # barriers forced so far
         self.barrier = False  # True: no prompt is drawn until nothing is under way
