@@ -192,8 +192,8 @@ class TestRules:
         mean = expected_tokens(mu, sigma, running, limit)
         assert running <= mean < np.inf and (not limit or mean <= max(limit, running))
         assert 0 <= ends_by(mu, sigma, round(mean), running) <= 1
-        told = censored(mu, sigma, running)
-        assert 0 <= told.information <= 1 and told.variance >= 0 and told.mean >= mu and told.working >= mu
+        working, information, expected, variance = censored(mu, sigma, running)
+        assert 0 <= information <= 1 and variance >= 0 and expected >= mu and working >= mu
 
     def test_a_group_mate_that_fills_the_limit_would_have_been_longer(self) -> None:
         """It tells at least as much of a long answer as one that ended just before the limit."""
@@ -238,10 +238,10 @@ class TestRules:
         predictor, level = LengthPredictor(), Level(Level())
         _, fixed, variance = predictor._regression(self.PROMPT, level)
         assumed = level.within + level.between
-        tail = censored(fixed, math.sqrt(assumed + variance), tokens)
+        *_, mean, spread = censored(fixed, math.sqrt(assumed + variance), tokens)
         predictor.observe(self.PROMPT, tokens, finished=False)
         predictor.predict(self.PROMPT)
-        expected = ((tail.mean - fixed) ** 2 + tail.variance) * assumed / (assumed + variance)
+        expected = ((mean - fixed) ** 2 + spread) * assumed / (assumed + variance)
         assert predictor._sources["math"].sums[2] == pytest.approx(expected, rel=0.01)
 
     def test_a_limit_of_one_token_is_certain(self) -> None:
