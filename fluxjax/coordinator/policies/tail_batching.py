@@ -77,7 +77,9 @@ class TailBatching(Rounds):
         if missing > len(again) and not coordinator.exhausted:
             return [DrawPrompts(missing - len(again))]
         if beginning := [*held, *again[:missing], *fresh]:
-            return self._launch(coordinator, beginning)
+            need = coordinator.settings.group_size
+            excess = float(coordinator.scheduled("tail_responses", self.responses)) if self.round == "short" else 1.0
+            return generate(coordinator, beginning, math.ceil(excess * need), need)
         if not won and (running or complete > scored or self._held_unscored(coordinator)):
             return []
         return self._close(coordinator, needed)
@@ -142,11 +144,6 @@ class TailBatching(Rounds):
         if self.round == "long":
             return needed
         return math.ceil(float(coordinator.scheduled("tail_prompts", self.prompts)) * needed)
-
-    def _launch(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[Instruction]:
-        need = coordinator.settings.group_size
-        excess = float(coordinator.scheduled("tail_responses", self.responses)) if self.round == "short" else 1.0
-        return generate(coordinator, entries, math.ceil(excess * need), need)
 
     def state_dict(self) -> State:
         return {"rounds": dict(self.rounds), "held": sorted(self.held)}
