@@ -276,15 +276,12 @@ def compose(
         ranking.sort(key=lambda i: -ages[i])
     if "curriculum" in prefer:
         ranking = _easy_first(ranking, [difficulty(group) for group in ordered], progress, rng)
-    strata = [_stratum(group, age, prefer) for group, age in zip(ordered, ages, strict=True)]
+    by_age, by_kind = "stratify" in prefer, "diversity" in prefer
+    kinds = [(g.prompt.source, frozenset(media.kind for media in g.prompt.media)) for g in ordered]
+    strata = [(age * by_age, kind if by_kind else None) for age, kind in zip(ages, kinds, strict=True)]
     lengths = [math.log1p(total_tokens(group)) for group in ordered] if "lengths" in prefer else None
     chosen = _choose(ranking, urgent, count, strata, lengths, rng)
     return tuple(ordered[i] for i in sorted(chosen))
-
-
-def _stratum(group: Group, age: int, prefer: Collection[str]) -> Hashable:
-    kinds = tuple(sorted({media.kind.value for media in group.prompt.media}))
-    return age if "stratify" in prefer else None, (group.prompt.source, kinds) if "diversity" in prefer else None
 
 
 def _easy_first(ranking: Sequence[int], hard: Sequence[float], progress: float, rng: np.random.Generator) -> list[int]:
