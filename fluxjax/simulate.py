@@ -34,14 +34,16 @@ def main(argv: list[str]) -> int:
 
 
 def _simulate(config: SimulateConfig, gantt: pathlib.Path | None, as_json: bool) -> int:
+    from .base.process import collector_paused
     from .coordinator import CoordinatorError  # loads JAX: imported only after the command line is checked
-    from .simulation.simulated_run import ProgressLine, make_cluster, run, show, summary
+    from .simulation.simulated_run import ProgressLine, make_cluster, show, summary
     from .simulation.virtual_cluster import StuckError
 
     cluster = make_cluster(config, ProgressLine(config.steps))
     began, status = time.perf_counter(), 0
     try:
-        run(cluster)
+        with collector_paused():  # a simulation makes no circles of references
+            cluster.run()
     except KeyboardInterrupt:
         print("interrupted; this is how far it came", file=sys.stderr)
         status = 130

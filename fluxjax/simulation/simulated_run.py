@@ -1,6 +1,5 @@
 """A simulated run from its configuration to its summary, and the summary as a table."""
 
-import gc
 import statistics
 import sys
 import time
@@ -21,18 +20,6 @@ def make_cluster(config: SimulateConfig, watch: Watch | None = None) -> Cluster:
     """Makes a cluster with the coordinator and the policy of a run of this configuration."""
     cache = config.simulation.hardware().kv_limit(config.simulation.degree)
     return Cluster(config, make_coordinator(config, kv_tokens=cache, kv_reserved=0), watch)
-
-
-def run(cluster: Cluster) -> None:
-    """Runs `cluster.run()` without garbage collection, since a simulation makes no reference cycles."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        cluster.run()
-    finally:
-        gc.enable()
-        gc.unfreeze()
 
 
 def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
