@@ -86,7 +86,9 @@ def near_policy():
     config = config_for(ImportanceConfig(), tokens_per_row=128)
     composition = compose(groups, prepared, config)
     learner = Learner(config, models.create(TEXT, seed=1), grpo.token_loss, mesh=make_mesh(1))
-    own = unpack(composition, [learner.logprobs(batch.inputs)[0] for batch in composition.batches])
+    own = unpack(
+        composition, [learner.gradients.logprobs(learner.params, batch.inputs)[0] for batch in composition.batches]
+    )
     rng = np.random.default_rng(0)
 
     def near(sample):
