@@ -198,7 +198,9 @@ class Gang(Team):
         self._stepped, self._stepped_at = self._number, time.perf_counter()
         status = self.watch.status(self.process, self._number, idle)
         self._know(status)
-        log.info("%s", step_line(status))
+        stages = ", ".join(f"{stage.name} {stage.end - stage.start:.3f} s" for stage in status.stages)
+        memory = status.memory_bytes / 1e9
+        log.info("step %d: %s, waited %.3f s, %.2f GB", status.step, stages, status.wait_seconds, memory)
         if self.process:
             self._links.send(0, *encode(told_status(status, self._stepped_at)))
 
@@ -230,12 +232,6 @@ def shifted(status: HostStatus, seconds: float) -> HostStatus:
     """Returns the status with its times `seconds` later."""
     stages = tuple(HostStage(stage.name, stage.start + seconds, stage.end + seconds) for stage in status.stages)
     return dataclasses.replace(status, stages=stages)
-
-
-def step_line(status: HostStatus) -> str:
-    """Returns the line about a step for the log of a process."""
-    stages = ", ".join(f"{stage.name} {stage.end - stage.start:.3f} s" for stage in status.stages)
-    return f"step {status.step}: {stages}, waited {status.wait_seconds:.3f} s, {status.memory_bytes / 1e9:.2f} GB"
 
 
 def told_status(status: HostStatus, end: float) -> Status:
