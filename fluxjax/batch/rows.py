@@ -19,7 +19,7 @@ from sharding.spread.shapes import ShapeBook, Sizes
 
 from ..config import Config, ConfigError
 from .fitted import Fit, fit_rows, lengths_between
-from .share import Item, Outline, Piece, Row, TrainGroup, check, chunks_needed, most_chunks, patches_of, pieces_of
+from .share import Item, Outline, Piece, Row, TrainGroup, check, chunks_for, most_chunks, patches_of, pieces_of, runs_of
 
 # Least `packing.tokens_per_row`, in tokens, for fitted row lengths. In shorter rows, fitted lengths save less time than
 # their compilation takes.
@@ -106,7 +106,7 @@ class RowPacking:
         caps = {"rows": budget.rows[-1], "columns": budget.tokens_per_row}
         if self._most_chunks:
             rows = (row for shard in micro.shards for row in shard)
-            needs["chunks"] = max(chunks_needed(needs["columns"], row, self._share, self._chunk) for row in rows)
+            needs["chunks"] = chunks_for(needs["columns"], max(runs_of(row, self._share) for row in rows), self._chunk)
             caps["chunks"] = max(self._most_chunks, needs["chunks"])
         if self._vision is not None:
             # The vision tower's program accepts no empty buffer. Every buffer therefore holds the patches of at least

@@ -175,11 +175,20 @@ def _held(item: Item, patches: int) -> list[tuple[int, ...]]:
     return first_fit(item.observed, patches - item.patches)
 
 
-def chunks_needed(columns: int, row: Sequence[Piece], share_prompts: bool, chunk: int) -> int:
-    """Returns the number of chunks, of `chunk` tokens each, in a row's table of runs (`PackedRuns`). The number
-    suffices for any lengths of the runs. With `share_prompts`, each prompt and each response is a run, else each
-    piece."""
-    return _chunks_of(columns, _runs(row, share_prompts), chunk)
+def runs_of(pieces: Sequence[Piece], share_prompts: bool) -> int:
+    """Returns the number of runs of these pieces in a table (`PackedRuns`). With `share_prompts`, each prompt and each
+    response is a run, else each piece."""
+    return sum(1 + len(piece.responses) if share_prompts else 1 for piece in pieces)
+
+
+def rounded(runs: int) -> int:
+    """Rounds a number of runs up to a power of two, since each number of chunks is a shape to compile."""
+    return 1 << max(runs - 1, 0).bit_length()
+
+
+def chunks_for(columns: int, runs: int, chunk: int) -> int:
+    """Returns the number of chunks, of `chunk` tokens each, that suffice for a row of `runs` runs of any lengths."""
+    return columns // chunk + max(columns // RUN_TOKENS, rounded(runs))
 
 
 def most_chunks(config: Config) -> int:
@@ -187,25 +196,7 @@ def most_chunks(config: Config) -> int:
     step."""
     columns, rollout = config.packing.tokens_per_row, config.rollout
     runs = min(columns, rollout.prompts_per_step * (1 + rollout.group_size))
-    return _chunks_of(columns, runs, chunk_size(columns))
-
-
-def runs_bound(pieces: Sequence[Piece], share_prompts: bool, devices: int = 1) -> int:
-    """Returns the number of runs for each of the `devices` that share these pieces, rounded up to a power of two."""
-    return _rounded(-(-_runs(pieces, share_prompts) // devices))
-
-
-def _runs(pieces: Sequence[Piece], share_prompts: bool) -> int:
-    return sum(1 + len(piece.responses) if share_prompts else 1 for piece in pieces)
-
-
-def _chunks_of(columns: int, runs: int, chunk: int) -> int:
-    return columns // chunk + max(columns // RUN_TOKENS, _rounded(runs))
-
-
-def _rounded(runs: int) -> int:
-    """Rounds a number of runs up to a power of two, since each number of chunks is a shape to compile."""
-    return 1 << max(runs - 1, 0).bit_length()
+    return chunks_for(columns, runs, chunk_size(columns))
 
 
 def first_fit(sizes: Sequence[int], room: int) -> list[tuple[int, ...]]:
