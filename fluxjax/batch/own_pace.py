@@ -109,8 +109,10 @@ class OwnPace:
             plan, taken = self._filled(part, shorter, frame)
             shorter = [piece for piece in shorter if piece not in taken]
             pieces = [*part.pieces, *taken]
-            plan, work = self._estimated(plan, pieces)
-            parts.append(Part(groups, pieces, plan, self._room, frame, work=work))
+            work = work_of(self._work_of, [piece._replace(patches=0, observed=0) for piece in pieces])
+            media = float((work_of(self._work_of, pieces) - work).sum()) / plan.num_devices
+            plan = dataclasses.replace(plan, work=tuple(work.tolist()))
+            parts.append(Part(groups, pieces, plan, self._room, frame, work=float(plan.compute().max()) + media))
         left: dict[int, list[int]] = {}
         for piece in shorter:
             left.setdefault(piece.item, []).extend(piece.responses)
@@ -178,12 +180,6 @@ class OwnPace:
         degrees, all_firsts = (*plan.degrees, *(1 for _ in taken)), (*plan.firsts, *firsts)
         packed = rounds(plan.num_devices, degrees, all_firsts)
         return ShardPlan(plan.num_devices, lengths, (0.0,) * len(lengths), degrees, all_firsts, packed), taken
-
-    def _estimated(self, plan: ShardPlan, pieces: Sequence[Piece]) -> tuple[ShardPlan, float]:
-        work = work_of(self._work_of, [piece._replace(patches=0, observed=0) for piece in pieces])
-        media = float((work_of(self._work_of, pieces) - work).sum()) / plan.num_devices
-        plan = dataclasses.replace(plan, work=tuple(work.tolist()))
-        return plan, float(plan.compute().max()) + media
 
 
 def _on_one_device(pieces: Sequence[Piece]) -> ShardPlan:
