@@ -328,7 +328,7 @@ class PolicyTrainer:
     def _renew_reference(self) -> None:
         if self._config.algorithm.reference_every and self._models.renew_reference():
             for place in self._lent.values():
-                place.reference = place.gradients.on_mesh(self._learner.params)
+                place.reference = place.gradients.strategy.shard(self._learner.params)
 
     def _place(self, engines: Sequence[int] = ()) -> _Place:
         learner = self._learner
@@ -337,12 +337,12 @@ class PolicyTrainer:
             return _Place(learner.gradients, self._composer, learner.params, learner.version, self._models.reference)
         if devices not in self._lent:
             lent = learner.gradients.on(devices)
-            reference = self._models.reference and lent.on_mesh(self._models.reference)
-            composer, params = self._composer.on(len(devices)), lent.on_mesh(learner.params)
+            reference = self._models.reference and lent.strategy.shard(self._models.reference)
+            composer, params = self._composer.on(len(devices)), lent.strategy.shard(learner.params)
             self._lent[devices] = _Place(lent, composer, params, learner.version, reference)
         place = self._lent[devices]
         if place.version != learner.version:
-            place.params, place.version = place.gradients.on_mesh(learner.params), learner.version
+            place.params, place.version = place.gradients.strategy.shard(learner.params), learner.version
         return place
 
 
