@@ -231,10 +231,6 @@ class AlgorithmConfig(Section):
         for field, value in OWN_SETTINGS.get(name, {}).items():
             setattr(self, field, value)
 
-    def renews_reference(self, version: int) -> bool:
-        """Returns True if the weights of this version become the reference after their training step."""
-        return self.kl_coefficient > 0 and self.reference_every > 0 and version % self.reference_every == 0
-
     @property
     def relative(self) -> bool:
         """Returns True if the algorithm is built in and compares the responses of a group."""

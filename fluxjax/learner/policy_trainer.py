@@ -205,7 +205,9 @@ class PolicyTrainer:
             whole = joined(place.gradients, [early, rest])
             assert whole.outcome is not None
             metrics = self._learner.update(*whole.outcome)
-        self._renew_reference()
+        if self._models.renew_reference():
+            for lent in self._lent.values():
+                lent.reference = lent.gradients.strategy.shard(self._learner.params)
         return whole, metrics
 
     def _update(self, parts: Sequence[Portion], compositions: Sequence[Composition], place: _Place) -> dict[str, float]:
@@ -324,11 +326,6 @@ class PolicyTrainer:
         settings = self._config.algorithm
         portion.size = normaliser(lengths, settings.loss_aggregation, self._config.rollout.max_new_tokens)
         return portion
-
-    def _renew_reference(self) -> None:
-        if self._config.algorithm.reference_every and self._models.renew_reference():
-            for place in self._lent.values():
-                place.reference = place.gradients.strategy.shard(self._learner.params)
 
     def _place(self, engines: Sequence[int] = ()) -> _Place:
         learner = self._learner

@@ -54,7 +54,9 @@ class RunModels:
     def renew_reference(self) -> bool:
         """Makes the policy the reference if the configuration says so for the policy's version. Returns whether the
         policy became the reference."""
-        renewed = self._config.algorithm.renews_reference(self.learner.version)
+        settings = self._config.algorithm
+        every = settings.reference_every if settings.kl_coefficient > 0 else 0
+        renewed = every > 0 and self.learner.version % every == 0
         if renewed:
             self.reference = self.learner.params
         return renewed
