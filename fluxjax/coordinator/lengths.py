@@ -245,8 +245,6 @@ class LengthPredictor:
     on time, unless some predictions are made while responses run."""
 
     def __init__(self, limit: int = 0) -> None:
-        if limit < 0:
-            raise ValueError(f"limit is {limit} tokens; it must be at least 0")
         self.limit = limit
         # (draw, sample, ...) of responses that are not entered yet
         self._observed: list[tuple[int, int, Prompt, int, bool]] = []
@@ -276,8 +274,6 @@ class LengthPredictor:
     def observe(self, prompt: Prompt, length: int, finished: bool = True, sample: int = 0) -> None:
         """Notes response number `sample` of a draw, with `length` tokens. A response that is not `finished` was stopped
         early, and counts as a censored observation. A response that fills `limit` counts as unfinished, too."""
-        if length < 0:
-            raise ValueError(f"prompt {prompt.source}/{prompt.id}: a response can't have {length} tokens")
         self._observed.append((prompt.draw, sample, prompt, length, finished))
 
     def _enter_observed(self) -> None:
