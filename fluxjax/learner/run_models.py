@@ -32,10 +32,7 @@ class RunModels:
         never_sampled: tuple[int, ...] = (),
         reference: Params | None = None,
     ) -> None:
-        """`never_sampled` is that of `Learner`. `begin` and `load` set `reference` anew. Raises ValueError if the
-        algorithm needs a critic, and `critic` is None."""
-        if algorithm.critic and critic is None:
-            raise ValueError(f"{config.algorithm.label} needs a critic")
+        """`never_sampled` is that of `Learner`. `begin` and `load` set `reference` anew."""
         self._config, self.algorithm, self._never_sampled = config, algorithm, never_sampled
         self.learner, self.critic, self.reference = learner, critic, reference
 
