@@ -32,7 +32,11 @@ FIRST_VICTIM = "500"  # added to this process's score; Linux kills the process w
 
 def main(descriptor: int) -> None:
     channel = Channel(socket.socket(fileno=descriptor))
-    leave_signals_to_the_run()
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a terminal or Slurm sends them to all, but the run ends this process
+        signal.signal(number, signal.SIG_IGN)
     end_with_run(descriptor)
     begin, _ = channel.receive()
     sys.path.extend(path for path in begin["path"] if path not in sys.path)
@@ -81,13 +85,6 @@ def _answer(channel: Channel, function: Callable[[Any], Any], job: Mapping[str, 
         channel.send({}, array)
 
 
-def leave_signals_to_the_run() -> None:
-    """Ignores the signals that a terminal or Slurm sends to every process of a job, because the run ends this
-    process."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
 def end_with_run(descriptor: int) -> None:
     """Starts a thread that ends this process at once when the other end of the socket `descriptor` is closed."""
     threading.Thread(target=_end_when_closed, args=(descriptor,), daemon=True, name="end-with-run").start()
@@ -107,16 +104,14 @@ def bound_memory(allowed: int) -> None:
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if allowed:
-            _bound_address_space(allowed)
+            pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + allowed
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            resource.setrlimit(
+                resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
+            )
     with contextlib.suppress(OSError):
         pathlib.Path("/proc/self/oom_score_adj").write_text(FIRST_VICTIM)
-
-
-def _bound_address_space(allowed: int) -> None:
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + allowed
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def lacked_memory(error: BaseException) -> bool:

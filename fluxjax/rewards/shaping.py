@@ -46,7 +46,8 @@ class Format(BuiltIn):
 
     async def score(self, completion: Completion) -> Reward:
         if not self.pattern:
-            return RIGHT if _thinks_and_answers(completion.text) else WRONG
+            once = all(completion.text.count(tag) == 1 for tag in _TAGS)
+            return RIGHT if once and _THOUGHT_AND_ANSWER.fullmatch(completion.text) else WRONG
         try:
             matched = await self._pool.acall({"pattern": self.pattern, "text": sendable(completion.text)})
         except WorkerTimeout:
@@ -85,7 +86,3 @@ class Overlong(BuiltIn):
         elif count > self.most_tokens - self.interval:
             value = (self.most_tokens - self.interval - count) / self.interval
         return Reward(value, value == 0.0)
-
-
-def _thinks_and_answers(text: str) -> bool:
-    return all(text.count(tag) == 1 for tag in _TAGS) and _THOUGHT_AND_ANSWER.fullmatch(text) is not None
