@@ -74,16 +74,6 @@ class Compiled:
         kernels = frozenset(name for name, call in ATTENTION_CALLS.items() if call.search(hlo))
         return Compiled(temporaries, results, traffic(hlo), seconds, offloaded, kernels)
 
-    def either(self, following: Compiled) -> Compiled:
-        """Returns sizes that suffice for this program and a following program, which never run at the same time."""
-        return dataclasses.replace(
-            self,
-            temporaries=max(self.temporaries, following.temporaries),
-            results=max(self.results, following.results),
-            seconds=self.seconds + following.seconds,
-            kernels=self.kernels | following.kernels,
-        )
-
     def beyond(self, deeper: Compiled, factor: float) -> Compiled:
         """Extrapolates along the straight line from `self` (at 0) through `deeper` (at 1) to `factor`; sizes below
         zero become zero."""
@@ -216,8 +206,15 @@ class RunShapes:
         for name in names:
             progress(f"compiling {name}, {self.model.text.num_layers} layers")
             found[name] = Compiled.of(lowered[name])
-        if "prefill" in found and "features" in lowered:  # prefill runs after features
-            found["prefill"] = found["prefill"].either(Compiled.of(lowered["features"]))
+        if (prefill := found.get("prefill")) and "features" in lowered:  # prefill runs after features
+            features = Compiled.of(lowered["features"])
+            found["prefill"] = dataclasses.replace(
+                prefill,
+                temporaries=max(prefill.temporaries, features.temporaries),
+                results=max(prefill.results, features.results),
+                seconds=prefill.seconds + features.seconds,
+                kernels=prefill.kernels | features.kernels,
+            )
         return found
 
 
