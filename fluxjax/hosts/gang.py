@@ -47,7 +47,7 @@ class StepWatch:
 
     def __init__(self) -> None:
         self._stages: list[HostStage] = []
-        self._agreed = 0.0  # time at which all processes agreed on the step's programs
+        self.agreed_at = 0.0  # time at which all processes agreed on the step's programs
         self.at = "its programs"  # what this process does: a stage, or this text between stages
         self._waited = 0.0
 
@@ -65,10 +65,6 @@ class StepWatch:
             yield
         self._waited += time.perf_counter() - start
 
-    def agreed(self) -> None:
-        """Notes that all processes are about to run the step's programs."""
-        self._agreed = time.perf_counter()
-
     def status(self, process: int, step: int, idle: float | None) -> HostStatus:
         """Returns the measurements of the finished step, and begins to measure the next step."""
         now = time.perf_counter()
@@ -82,7 +78,7 @@ class StepWatch:
             memory_bytes=resident_bytes(),
             device_memory_bytes=max(stat.get("peak_bytes_in_use", 0) for stat in stats),
             step=step,
-            stages=(*stages, HostStage("train", self._agreed, now)),
+            stages=(*stages, HostStage("train", self.agreed_at, now)),
             wait_seconds=waited,
             idle=idle,
         )
@@ -156,7 +152,7 @@ class Gang(Team):
             mine = fingerprint(self._config, compositions)
             if self.process:
                 self._links.send(0, *encode(Value(mine)))
-                self.watch.agreed()
+                self.watch.agreed_at = time.perf_counter()
                 return
             for process in range(1, self.processes):
                 if (theirs := self._value_of(process)) != mine:
@@ -165,7 +161,7 @@ class Gang(Team):
                         "processes with the same command, release, and versions of JAX"
                     )
                     self._links.check()
-        self.watch.agreed()
+        self.watch.agreed_at = time.perf_counter()
         self._progress.end()
 
     def decided(self, value: Any, decide: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:

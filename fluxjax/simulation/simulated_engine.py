@@ -38,10 +38,6 @@ class Jump:
         """Returns the time at which `steps` steps are done."""
         return self.anchor + (steps * self.first + self.growth * (steps * (steps - 1) // 2))
 
-    def elapsed(self, now: float) -> int:
-        """Returns the number of steps that are done at `now`."""
-        return bisect.bisect(range(1, self.steps + 1), now, key=self.end)
-
     def cut(self, done: int, now: float) -> None:
         """Reduces the jump, after `done` steps, to the step under way at `now`; to no step if a step ends at `now`."""
         self.anchor, self.first = self.end(done), self.first + self.growth * done
@@ -185,7 +181,9 @@ class SimulatedEngine:
     # --- steps in time ------------------------------------------------------------------------------
 
     def _elapsed(self) -> int:
-        return self._jump.elapsed(self.clock.now) if self.phase is Phase.DECODE else 0
+        """Returns the number of steps of the jump that are done."""
+        done = range(1, self._jump.steps + 1) if self.phase is Phase.DECODE else range(0)
+        return bisect.bisect(done, self.clock.now, key=self._jump.end)
 
     def _settle(self) -> None:
         if self.phase is Phase.DECODE:

@@ -46,7 +46,8 @@ class Base:
         if ledger.unacted:
             return [messages.Act(response) for response in ledger.unacted.values()]
         if ledger.unturned:
-            return [messages.Continue(tuple(map(coordinator.next_turn, ledger.unturned.values())))]
+            turns = [(ledger.entries[response.draw], response) for response in ledger.unturned.values()]
+            return [messages.Continue(tuple(messages.Turn(e.prompt, response, e.engine) for e, response in turns))]
         if ledger.count(PromptStage.LOST):
             return self._again(coordinator, ledger.at(PromptStage.LOST)[0])
         # Groups without variance teach nothing (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2).
