@@ -318,15 +318,7 @@ def sft_groups(prompts: Sequence[PreparedPrompt], answer_ids: Sequence[Sequence[
     groups = []
     for prepared, ids in zip(prompts, answer_ids, strict=True):
         draw, token_ids = prepared.prompt.draw, tuple(int(token) for token in ids)
-        response = Response(
-            rid=f"sft-{draw}/0",
-            draw=draw,
-            sample=0,
-            token_ids=token_ids,
-            logprobs=(0.0,) * len(token_ids),
-            versions=(-1,) * len(token_ids),
-            finish="stop",
-            temperature=1.0,
-        )
+        logprobs, versions = (0.0,) * len(token_ids), (-1,) * len(token_ids)
+        response = Response(f"sft-{draw}/0", draw, 0, token_ids, logprobs, versions, "stop", 1.0)
         groups.append(Group(prepared.prompt, (Sample(response, Reward(1.0, True, "given answer"), advantage=1.0),)))
     return groups
