@@ -266,23 +266,17 @@ def compose(
     ranking = list(everyone)
     if "stalest" in prefer:
         ranking.sort(key=lambda i: -ages[i])
-    if "curriculum" in prefer:
-        ranking = _easy_first(ranking, [difficulty(group) for group in ordered], progress, rng)
+    if "curriculum" in prefer:  # by chance as the run begins, by difficulty at its end, a mixture of both in between
+        by_difficulty = sorted(ranking, key=lambda i: difficulty(ordered[i]))
+        chance = 1 - min(max(progress, 0.0), 1.0)
+        places = (1 - chance) * np.arange(len(ranking)) + chance * len(ranking) * rng.random(len(ranking))
+        ranking = [by_difficulty[k] for k in np.argsort(places, kind="stable")]
     by_age, by_kind = "stratify" in prefer, "diversity" in prefer
     kinds = [(g.prompt.source, frozenset(media.kind for media in g.prompt.media)) for g in ordered]
     strata = [(age * by_age, kind if by_kind else None) for age, kind in zip(ages, kinds, strict=True)]
     lengths = [math.log1p(total_tokens(group)) for group in ordered] if "lengths" in prefer else None
     chosen = _choose(ranking, urgent, count, strata, lengths, rng)
     return tuple(ordered[i] for i in sorted(chosen))
-
-
-def _easy_first(ranking: Sequence[int], hard: Sequence[float], progress: float, rng: np.random.Generator) -> list[int]:
-    """Orders candidates by chance at the start of the run (`progress` 0), by difficulty at its end (1), and by a
-    mixture of both orders in between."""
-    by_difficulty = sorted(ranking, key=lambda i: hard[i])
-    chance = 1 - min(max(progress, 0.0), 1.0)
-    places = (1 - chance) * np.arange(len(ranking)) + chance * len(ranking) * rng.random(len(ranking))
-    return [by_difficulty[k] for k in np.argsort(places, kind="stable")]
 
 
 def _choose(
