@@ -87,14 +87,9 @@ def _answer(channel: Channel, function: Callable[[Any], Any], job: Mapping[str, 
 
 def end_with_run(descriptor: int) -> None:
     """Starts a thread that ends this process at once when the other end of the socket `descriptor` is closed."""
-    threading.Thread(target=_end_when_closed, args=(descriptor,), daemon=True, name="end-with-run").start()
-
-
-def _end_when_closed(descriptor: int) -> None:
     poll = select.poll()
     poll.register(descriptor, 0)  # only a closed connection wakes the poll
-    poll.poll()
-    os._exit(1)
+    threading.Thread(target=lambda: poll.poll() and os._exit(1), daemon=True, name="end-with-run").start()
 
 
 def bound_memory(allowed: int) -> None:

@@ -164,7 +164,8 @@ class ServerComparison:
             theirs = dumps.states(earlier, len(ours), len(probe.inputs))
         except (EngineError, OSError) as error:
             return unexplained._replace(detail=f"{unexplained.detail}; layers cannot be compared: {said(error)}")
-        gaps = [_relative(a_TD, b_TD) for a_TD, b_TD in zip(ours, theirs, strict=True)]
+        norm_T, pairs = functools.partial(np.linalg.norm, axis=-1), zip(ours, theirs, strict=True)
+        gaps = [float(np.mean(norm_T(a_TD - b_TD) / norm_T(a_TD))) for a_TD, b_TD in pairs]  # means over tokens
         beyond = [number for number, gap in enumerate(gaps) if not gap <= self._tolerance]  # NaN counts, too
         layer = beyond[0] if beyond else int(np.argmax(gaps))
         before = f"by {gaps[layer - 1]:.1e} before this layer" if layer else "which is the first layer"
@@ -247,11 +248,6 @@ class ServerComparison:
 
 def _differs(part: str, detail: str) -> Finding:
     return Finding(part, detail, next(fix for word, fix in FIXES.items() if word in part))
-
-
-def _relative(ours_TD: np.ndarray, theirs_TD: np.ndarray) -> float:
-    """Returns the norm of the difference of two hidden states divided by the norm of ours, as a mean over tokens."""
-    return float(np.mean(np.linalg.norm(ours_TD - theirs_TD, axis=-1) / np.linalg.norm(ours_TD, axis=-1)))
 
 
 def _message(probe: Probe) -> dict[str, Any]:

@@ -102,7 +102,8 @@ class Judge(BuiltIn):
         why = ""
         for attempt in range(self.retries + 1):
             temperature = max(self.temperature, _AGAIN) if attempt else self.temperature
-            seed = _seed(text, vote, attempt)
+            # The seed depends on nothing else, so that a resumed run gets the same answers from a deterministic judge.
+            seed = int.from_bytes(hashlib.sha256(f"{vote}/{attempt}/{text}".encode()).digest()[:4]) >> 1
             question = Question(text, images, seed, temperature, self.max_tokens, deadline)
             begin = time.monotonic()
             answer = await self._model.ask(question)
@@ -129,9 +130,3 @@ class Judge(BuiltIn):
 
     def close(self) -> None:
         self._reader.close()
-
-
-def _seed(text: str, vote: int, attempt: int) -> int:
-    """Returns a seed that depends only on question, vote and attempt, so that a resumed run gets the same answers from
-    a deterministic judge."""
-    return int.from_bytes(hashlib.sha256(f"{vote}/{attempt}/{text}".encode()).digest()[:4]) >> 1
