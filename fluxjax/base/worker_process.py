@@ -89,7 +89,12 @@ def end_with_run(descriptor: int) -> None:
     """Starts a thread that ends this process at once when the other end of the socket `descriptor` is closed."""
     poll = select.poll()
     poll.register(descriptor, 0)  # only a closed connection wakes the poll
-    threading.Thread(target=lambda: poll.poll() and os._exit(1), daemon=True, name="end-with-run").start()
+
+    def end_when_closed() -> None:
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=end_when_closed, daemon=True, name="end-with-run").start()
 
 
 def bound_memory(allowed: int) -> None:
