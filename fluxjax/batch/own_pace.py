@@ -49,11 +49,8 @@ class OwnPace:
     def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
         """Returns the microbatches, and the groups to which `Piece.item` refers. First come microbatches of all devices
         together, then microbatches of single devices. Microbatches of single devices are sorted by device, then by
-        decreasing work. A device may have no microbatch of its own.
-
-        With `packing.share_prompts` a group is one sequence, whose responses are branches behind one copy of the
-        prompt. A group that exceeds a device's row, or makes the work uneven, is cut into several sequences. Without
-        `packing.share_prompts` each response is a sequence.
+        decreasing work. A device may have no microbatch of its own. A group that exceeds a device's row, or makes the
+        work uneven, is cut into several pieces (`pieces_of`).
 
         Raises ConfigError, naming prompt and field, for a sequence or media that the devices of a sequence cannot hold.
         """

@@ -144,7 +144,8 @@ def pieces_of(
     items: Sequence[Item], longest: int, share_prompts: bool, responses: int = 0, patches: int = 0
 ) -> list[Piece]:
     """Returns the pieces of the items. Each piece is computed as one sequence. Without `share_prompts`, each response
-    is a piece. With `share_prompts`, a group is cut into pieces of at most `longest` tokens by first-fit-decreasing.
+    is a piece. With `share_prompts`, the responses of a piece are branches behind one copy of the prompt, and a group
+    is cut into pieces of at most `longest` tokens by first-fit-decreasing.
     The responses of a piece have at most `responses` tokens together (0: no limit). A piece has at most `patches`
     patches (0: no limit). If a single response exceeds these limits, its size becomes the limit of its group."""
     pieces: list[Piece] = []

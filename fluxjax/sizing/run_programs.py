@@ -31,7 +31,7 @@ from ..learner.learner import Learner
 from ..learner.loss_inputs import shaped
 from ..runtime.engine_pool import KV_FRACTION, SERVER_MEMORY, degrees, engine_count
 from .account import ENGINE, in_gib
-from .largest import largest_batch, longest_prompt
+from .largest import largest_batch, prompt
 from .schedule import CollectiveTraffic, traffic
 
 # Calls of attention kernels over packed rows or pages, as Mosaic, jax-triton (0.4: `_ffi`) and `mesh.launch` name them.
@@ -201,7 +201,7 @@ class RunShapes:
             if {"accumulate", "update", "logprobs"} & set(names):
                 lowered |= self.learner.lowered(self.batch)
             if {"prefill", "decode"} & set(names):
-                lowered |= self.engine.lowered(longest_prompt(self.config, self.model), _begun(self.config))
+                lowered |= self.engine.lowered(prompt(self.config, self.model), _begun(self.config))
         found = {}
         for name in names:
             progress(f"compiling {name}, {self.model.text.num_layers} layers")
