@@ -125,7 +125,8 @@ class Supervisor:
 
     def _attempt(self, count: int) -> Failure | None:
         with contextlib.ExitStack() as stack:
-            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            if count > 1:
+                self._folder.parent.mkdir(parents=True, exist_ok=True)
             files = (f"{self._folder}.process-{process}.log" for process in range(1, count))
             logs = [stack.enter_context(open(file, "a")) for file in files]
             self._run = Processes(count, self._train, logs)
