@@ -2,18 +2,11 @@
 
 from ...base.errors import ConfigError
 from .bubblewrap import Bubblewrap
-from .jobs import BareSubprocess, Outcome, Sandbox, SandboxError, SandboxJob, SandboxLimits
-
-__all__ = [
-    "BareSubprocess",
-    "Bubblewrap",
-    "Outcome",
-    "Sandbox",
-    "SandboxError",
-    "SandboxJob",
-    "SandboxLimits",
-    "find_sandbox",
-]
+from .jobs import BareSubprocess, Sandbox
+from .jobs import Outcome as Outcome
+from .jobs import SandboxError as SandboxError
+from .jobs import SandboxJob as SandboxJob
+from .jobs import SandboxLimits as SandboxLimits
 
 
 def find_sandbox(name: str, python: str | None = None, slots: int = 8) -> Sandbox:
