@@ -13,7 +13,7 @@ _NAMED = 3  # the number of a source's most frequent rewards that a complaint na
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The coordinator's settings."""
+    """The coordinator's settings. Raises `ValueError` for counts that allow no run."""
 
     steps: int  # training steps of the run
     prompts_per_step: int
@@ -33,6 +33,14 @@ class Settings:
     dynamic_sampling_by: DynamicSampling = DynamicSampling.CORRECT
     # the reward's name for each source, for messages
     rewards: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        least = min(self.prompts_per_step, self.group_size, self.engines, self.max_attempts)
+        if least < 1 or self.max_attempts >= 100 or self.steps < 0:
+            raise ValueError(
+                "prompts_per_step, group_size and engines must be at least 1, max_attempts 1 to 99, steps at least 0: "
+                f"{self}"
+            )
 
     @classmethod
     def of(cls, config: Config) -> Settings:
