@@ -79,10 +79,6 @@ class Overlong(BuiltIn):
             )
 
     async def score(self, completion: Completion) -> Reward:
-        count = completion.num_tokens
-        value = 0.0
-        if count > self.most_tokens:
-            value = -1.0
-        elif count > self.most_tokens - self.interval:
-            value = (self.most_tokens - self.interval - count) / self.interval
+        value = (self.most_tokens - self.interval - completion.num_tokens) / self.interval
+        value = min(max(value, -1.0), 0.0)
         return Reward(value, value == 0.0)
