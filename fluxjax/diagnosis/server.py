@@ -314,7 +314,10 @@ class TrainerSide:
         self.model, self.dtype, self._config = models.load(folder, jnp.float32), dtype, Config()
         self.params = models.split(self.model)[1]
         self._config.model.compute_dtype, self._config.packing.rows_per_device = DType(dtype), 1
-        self._gradients = functools.cache(self._gradients_of)
+        loss, mesh = find_algorithm(self._config.algorithm).token_loss, make_mesh(1)
+        self._gradients = functools.cache(  # by the temperature, and the ids that are never sampled
+            lambda *sampling: Gradients(self._config, self.model, TrainingPhase(loss, *sampling), mesh)
+        )
 
     def gap(self, answered: Sequence[Answered]) -> float:
         """Returns the mean absolute difference between the answers' log-probs and the trainer's, in nats. The trainer
@@ -334,7 +337,3 @@ class TrainerSide:
         ours = composition.of_responses(logprobs_of(composition, gradients, gradients.strategy.shard(self.params)))
         theirs = composition.of_responses([batch.behaviour_logprobs_BT for batch in composition.batches])
         return float(np.abs(ours - theirs).mean())
-
-    def _gradients_of(self, temperature: float, never_sampled: tuple[int, ...]) -> Gradients:
-        phase = TrainingPhase(find_algorithm(self._config.algorithm).token_loss, temperature, never_sampled)
-        return Gradients(self._config, self.model, phase, make_mesh(1))
