@@ -217,14 +217,9 @@ def first_fit(sizes: Sequence[int], room: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(part)) for part in parts]
 
 
-class Filled(NamedTuple):
-    """The use of a microbatch's buffers, over all devices: tokens and cells of the token buffers, patches and cells of
-    the patch buffers."""
-
-    tokens: int
-    token_cells: int
-    patches: int
-    patch_cells: int
+# The use of a microbatch's buffers, over all devices: tokens, cells of the token buffers, patches, cells of the patch
+# buffers.
+Filled: TypeAlias = tuple[int, int, int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +267,7 @@ class Outline:
         cells = self.num_devices * self.sizes.get("rows", 1) * self.sizes["columns"]
         patch_cells = self.num_devices * self.sizes.get("patches", 0)
         patches = sum(map(patches_of, by_home.values()))
-        return Filled(sum(piece.tokens for piece in pieces), cells, patches, patch_cells)
+        return sum(piece.tokens for piece in pieces), cells, patches, patch_cells
 
     def of(self, shards: range) -> Outline:
         """Returns the outline for a process with these devices. Without a plan, the outline has the rows of these

@@ -229,10 +229,9 @@ def generate(
 
 
 class Synchronous(Rounds):
-    """Strictly on-policy training, step by step, with which every other policy is compared. One step: draw P prompts,
-    generate G responses to each under one weight version, score each response as soon as it ends, train on all P groups
-    in draw order, publish the new weights. Evaluations and checkpoints come between steps, when no prompt is in flight.
-    The policy has no state of its own."""
+    """Strictly on-policy training, step by step, with which every other policy is compared. All groups of a step are
+    generated under one weight version, and trained on in draw order. Evaluations and checkpoints come between steps,
+    when no prompt is in flight."""
 
     def _in_round(self, coordinator: Coordinator) -> bool:
         return coordinator.ledger.live > 0
