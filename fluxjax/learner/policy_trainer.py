@@ -160,7 +160,7 @@ class PolicyTrainer:
             self._replay.keep(fresh, whole.prepared, learner.version)
             metrics |= self._replay.metrics(fresh, replayed, place.version)
         metrics |= reward_metrics(fresh) | packing_metrics(whole.compositions, learner.mesh.size)
-        metrics["packing/shapes"] = float(len(self._composer.shapes))
+        metrics["packing/shapes"] = float(self._composer.num_shapes)
         return TrainedStep(tuple(fresh), metrics)
 
     def follow(self, shares: Sequence[Share], size: int, update: bool) -> None:
@@ -205,7 +205,7 @@ class PolicyTrainer:
             whole = joined(place.gradients, [early, rest])
             assert whole.outcome is not None
             metrics = self._learner.update(*whole.outcome)
-        if self._models.renew_reference():
+        if self._config.algorithm.reference_every and self._models.renew_reference():
             for lent in self._lent.values():
                 lent.reference = lent.gradients.strategy.shard(self._learner.params)
         return whole, metrics

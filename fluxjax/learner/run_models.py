@@ -52,8 +52,8 @@ class RunModels:
         """Makes the policy the reference if the configuration says so for the policy's version. Returns whether the
         policy became the reference."""
         settings = self._config.algorithm
-        every = settings.reference_every if settings.kl_coefficient > 0 else 0
-        renewed = every > 0 and self.learner.version % every == 0
+        every, version = settings.reference_every, self.learner.version
+        renewed = settings.kl_coefficient > 0 and every > 0 and version % every == 0
         if renewed:
             self.reference = self.learner.params
         return renewed
