@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import os
 import pathlib
+import pkgutil
 import resource
 import select
 import signal
@@ -41,7 +41,7 @@ def main(descriptor: int) -> None:
     begin, _ = channel.receive()
     sys.path.extend(path for path in begin["path"] if path not in sys.path)
     try:
-        function = found(begin["function"])
+        function = pkgutil.resolve_name(begin["function"])
         if begin["made_with"] is not None:
             function = function(begin["made_with"])
     except Exception as error:  # the user's module may raise anything
@@ -53,12 +53,6 @@ def main(descriptor: int) -> None:
         while True:
             job, _ = channel.receive()
             _answer(channel, function, job)
-
-
-def found(path: str) -> Callable[[Any], Any]:
-    """Returns the function at `module:function`. Raises AttributeError and the errors of the import."""
-    module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def _answer(channel: Channel, function: Callable[[Any], Any], job: Mapping[str, Any]) -> None:
