@@ -152,14 +152,11 @@ def packed(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget, share
 
     An item's patches count once for each shard that has rows of the item.
     """
-
-    def by_size() -> list[Row]:
-        return _first_fit(sorted(pieces, key=lambda piece: -piece.tokens), budget)
-
-    def in_turn() -> list[Row]:
-        return _chain(items, budget) if share_prompts else _first_fit(pieces, budget)
-
-    first, second = (by_size, in_turn) if share_prompts else (in_turn, by_size)
+    ways = [
+        lambda: _first_fit(sorted(pieces, key=lambda piece: -piece.tokens), budget),
+        lambda: _chain(items, budget) if share_prompts else _first_fit(pieces, budget),
+    ]
+    first, second = ways if share_prompts else ways[::-1]
     plan = _spread(first(), budget)
     if _cost(plan) <= _least_cells(items, budget, share_prompts) + budget.patches[0]:
         return plan  # the second heuristic can't be better

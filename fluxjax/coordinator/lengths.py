@@ -64,11 +64,6 @@ _DENSE = 8
 FEATURES = _DENSE + WORDS
 
 
-def _prior_variances(intercept: float, dense: float, words: float) -> np.ndarray:
-    """Returns f64[FEATURES], from standard deviations of the weights in ln(tokens) per unit of the feature."""
-    return np.array([intercept] + [dense] * (_DENSE - 1) + [words] * WORDS) ** 2
-
-
 class Level:
     """A recursive ridge regression of ln(length) on `features`, with the variances of ln(length) `within` and `between`
     prompts. A level covers all sources, or one source; a source's `parent` is the level of all sources. Sufficient
@@ -77,7 +72,9 @@ class Level:
 
     def __init__(self, parent: Level | None = None) -> None:
         self._parent = parent
-        prior = _prior_variances(2.0, 0.5, 0.05) if parent is None else _prior_variances(1.5, 0.3, 0.05)
+        # Standard deviations of the weights, in ln(tokens) per unit of the feature.
+        intercept, dense, words = (2.0, 0.5, 0.05) if parent is None else (1.5, 0.3, 0.05)
+        prior = np.array([intercept] + [dense] * (_DENSE - 1) + [words] * WORDS) ** 2
         self._precision = np.diag(1 / prior)  # the inverse prior variances of the weights
         self.gram = np.zeros((FEATURES, FEATURES))
         self.moment = np.zeros(FEATURES)
