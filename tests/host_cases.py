@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 from learner_cases import random_groups, tiny
-from packing_cases import MODEL, QWEN3_5, make_config, unpack
+from packing_cases import MODEL, QWEN3_5, make_config
 
 from fluxjax.algorithms import find_algorithm
 from fluxjax.batch.composer import Composer, Team
-from fluxjax.batch.composition import Composition
+from fluxjax.batch.composition import Composition, unpack
 from fluxjax.config import ODC, AlgorithmConfig, Config, Importance, ImportanceConfig, ImportanceLevel, KlEstimator
 from fluxjax.config import STRATEGIES as KINDS
 from fluxjax.learner.critic import Critic

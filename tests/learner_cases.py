@@ -6,10 +6,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from packing_cases import MODEL, Content, compose, make_config, make_groups, unpack
+from packing_cases import MODEL, Content, compose, make_config, make_groups
 
 import models
 from fluxjax.algorithms import grpo
+from fluxjax.batch.composition import unpack
 from fluxjax.learner.learner import Learner
 from sharding.mesh import make_mesh
 

@@ -9,7 +9,7 @@ import numpy as np
 from fluxjax.base.scored import numbers_of
 from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
 from fluxjax.batch.composer import Composer
-from fluxjax.batch.composition import Composition, PerToken
+from fluxjax.batch.composition import Composition
 from fluxjax.batch.rows import Budget
 from fluxjax.config import Config
 from models.config import DecoderConfig, DeepVisionConfig, RopeConfig, TextConfig, VisionConfig
@@ -207,16 +207,3 @@ def shapes_of(budget: Budget) -> set[tuple[int, int, int]]:
     return {
         (rows * shards, budget.tokens_per_row, patches * shards) for rows in budget.rows for patches in budget.patches
     }
-
-
-def unpack(composition: Composition, arrays_BT: PerToken) -> dict[tuple[int, int], np.ndarray]:
-    """Returns the values of each response's tokens by (draw, sample), from an array `[B, T]` for each microbatch.
-    Raises ValueError for arrays of other shapes."""
-    shapes_BT = [batch.loss_weights_BT.shape for batch in composition.batches]
-    if [np.shape(array) for array in arrays_BT] != shapes_BT:
-        raise ValueError(
-            f"the arrays have the shapes {[np.shape(a) for a in arrays_BT]}, the batches {shapes_BT}; they must be "
-            "equal"
-        )
-    parts = np.split(composition.of_responses(arrays_BT), np.cumsum(composition.lengths))[:-1]
-    return dict(zip(composition.keys, parts, strict=True))

@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from packing_cases import TEXT, compose, make_config, make_groups, unpack
+from packing_cases import TEXT, compose, make_config, make_groups
 
 import models
 from fluxjax.algorithms import find_algorithm, grpo
 from fluxjax.base.types import TrainedStep
 from fluxjax.batch.composer import Composer
-from fluxjax.batch.composition import Composition
+from fluxjax.batch.composition import Composition, unpack
 from fluxjax.config import (
     FSDP,
     ODC,
@@ -86,9 +86,7 @@ def near_policy():
     config = config_for(ImportanceConfig(), tokens_per_row=128)
     composition = compose(groups, prepared, config)
     learner = Learner(config, models.create(TEXT, seed=1), grpo.token_loss, mesh=make_mesh(1))
-    own = unpack(
-        composition, [learner.gradients.logprobs(learner.params, batch.inputs)[0] for batch in composition.batches]
-    )
+    own = unpack(composition, [learner.logprobs(batch.inputs)[0] for batch in composition.batches])
     rng = np.random.default_rng(0)
 
     def near(sample):

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import random_groups
-from packing_cases import MODEL, QWEN3_5, compose, make_config, make_groups, shapes_of, unpack
+from packing_cases import MODEL, QWEN3_5, compose, make_config, make_groups, shapes_of
 from turns import third_of
 
 from fluxjax.batch.composer import sft_groups
+from fluxjax.batch.composition import unpack
 from fluxjax.batch.rows import Budget
 from fluxjax.batch.share import Item, chunks_for, pieces_of, runs_of
 from fluxjax.config import ODC, ConfigError, FlexUlysses, LossAggregation, Ulysses

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packing_cases import TEXT, compose, unpack
+from packing_cases import TEXT, compose
 from step_cases import (
     ALGORITHM_CASES,
     VERSION,
@@ -27,6 +27,7 @@ from test_algorithms import TOLERANCE, finite_differences, make_batch
 import models
 from fluxjax.algorithms import PPO, RLAlgorithm, grpo
 from fluxjax.algorithms.ppo import value_loss
+from fluxjax.batch.composition import unpack
 from fluxjax.config import AlgorithmConfig, Config, ConfigError, ImportanceConfig, KlEstimator
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import Portion, check_algorithm
@@ -101,9 +102,7 @@ def test_a_value_is_the_row_times_the_state_before_the_token(tied):
     composition = compose(groups, prepared, config, version=VERSION)
     learner = Learner(config, policy, grpo.token_loss, mesh=make_mesh(1))
     critic = critic_for(config, policy, learner)
-    got = unpack(
-        composition, [critic.gradients.logprobs(critic.params, batch.inputs)[0] for batch in composition.batches]
-    )
+    got = unpack(composition, [critic.logprobs(batch.inputs)[0] for batch in composition.batches])
     row = np.asarray(critic.params["head"]["table"])[0]
     for batch in composition.batches:  # as the policy's hidden states have it
         whole = np.asarray(hidden_states(merge(*split(policy)), batch.inputs, Walk()))
@@ -112,9 +111,7 @@ def test_a_value_is_the_row_times_the_state_before_the_token(tied):
     for key, value in unpack(composition, [want]).items():
         np.testing.assert_allclose(got[key], value, atol=1e-5)
     fresh = critic_for(config, policy, learner, None)
-    assert not np.asarray(fresh.gradients.logprobs(fresh.params, composition.batches[0].inputs)[0]).any(), (
-        "it begins without an opinion"
-    )
+    assert not np.asarray(fresh.logprobs(composition.batches[0].inputs)[0]).any(), "it begins without an opinion"
     leaves, of_policy = (len(jax.tree.leaves(tree)) for tree in (critic.params, split(policy)[1]))
     assert "head" in critic.params and leaves == of_policy + int(tied)
 
@@ -143,9 +140,7 @@ def test_advantages_are_those_of_the_values_before_the_step(in_reward):
 
     values, reference = {}, stored("reference_logprobs_BT")
     for composition in compositions:
-        values |= unpack(
-            composition, [critic.gradients.logprobs(critic.params, batch.inputs)[0] for batch in composition.batches]
-        )
+        values |= unpack(composition, [critic.logprobs(batch.inputs)[0] for batch in composition.batches])
     want = {}
     for sample in samples_of(groups):
         key = key_of(sample)

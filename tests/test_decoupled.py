@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import random_groups
-from packing_cases import MODEL, QWEN3_5, TEXT, compose, make_config, make_groups, owners, unpack, works
+from packing_cases import MODEL, QWEN3_5, TEXT, compose, make_config, make_groups, owners, works
 from plan_cases import assert_executable
 from turns import third_of
 
 from benchmarks.cost_fit import QWEN2_5_VL_7B, published, save
 from fluxjax.batch.composer import MAX_SHAPES, Composer
-from fluxjax.batch.composition import packing_metrics
+from fluxjax.batch.composition import packing_metrics, unpack
 from fluxjax.batch.work import estimate, mixing_work, model_sizes
 from fluxjax.config import FSDP, ODC, ConfigError
 from fluxjax.data.prepare import PromptLimits

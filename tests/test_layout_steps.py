@@ -4,12 +4,13 @@ importance correction of whole steps is that of the formula."""
 import jax
 import numpy as np
 import pytest
-from packing_cases import TEXT, compose, unpack
+from packing_cases import TEXT, compose
 from step_cases import LAYOUTS, SEQUENCE, TOKEN, VERSION, config_for, flat, key_of, near_policy, samples_of, trained
 from test_importance import TOLERANCE, weight_of
 from turns import by_turns
 
 from fluxjax.batch.composer import Team
+from fluxjax.batch.composition import unpack
 from fluxjax.config import Importance, ImportanceConfig, ImportanceLevel
 from fluxjax.learner.loss_inputs import with_importance
 

@@ -309,9 +309,9 @@ def test_parameters_handed_out_survive_later_steps():
     jax.tree.map(np.testing.assert_array_equal, held, held_values)
     jax.tree.map(np.testing.assert_array_equal, models.split(model)[1], held_values)
     inputs = microbatches_for("text", config)[0].batch.inputs
-    then = learner.gradients.logprobs(held, inputs)
+    then = learner.logprobs(inputs, held)
     assert_close(then, plain_logprobs(model, inputs))
-    assert np.abs(np.asarray(learner.gradients.logprobs(learner.params, inputs)[0]) - np.asarray(then[0])).max() > 1e-3
+    assert np.abs(np.asarray(learner.logprobs(inputs)[0]) - np.asarray(then[0])).max() > 1e-3
 
 
 @pytest.mark.slow
@@ -320,12 +320,12 @@ def test_logprobs_are_those_of_the_sampling_temperature():
     config.rollout.temperature = 0.5
     inputs = microbatches_for("text", config, 2)[0].batch.inputs
     learner = Learner(config, tiny("text"), grpo.token_loss, mesh=make_mesh(2))
-    assert_close(learner.gradients.logprobs(learner.params, inputs), plain_logprobs(tiny("text"), inputs, 0.5))
+    assert_close(learner.logprobs(inputs), plain_logprobs(tiny("text"), inputs, 0.5))
     learner.reset(sft.token_loss, temperature=1.0)
-    assert_close(learner.gradients.logprobs(learner.params, inputs), plain_logprobs(tiny("text"), inputs))
+    assert_close(learner.logprobs(inputs), plain_logprobs(tiny("text"), inputs))
     config.rollout.temperature = 0.0  # greedy: scored with 1
     learner.reset(sft.token_loss)
-    assert_close(learner.gradients.logprobs(learner.params, inputs), plain_logprobs(tiny("text"), inputs))
+    assert_close(learner.logprobs(inputs), plain_logprobs(tiny("text"), inputs))
 
 
 @pytest.mark.slow

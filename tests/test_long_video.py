@@ -12,12 +12,13 @@ import sys
 import jax
 import numpy as np
 import pytest
-from packing_cases import MODEL, answered, compose, make_config, unpack
+from packing_cases import MODEL, answered, compose, make_config
 from plain_decode import generate
 
 import models
 from fluxjax.algorithms import grpo
 from fluxjax.base.types import PreparedPrompt, Prompt
+from fluxjax.batch.composition import unpack
 from fluxjax.learner.learner import Learner
 from models.config import PatchLayout
 from models.processing import tiny

@@ -10,13 +10,14 @@ import pytest
 from checkpoint_cases import save
 from flax.traverse_util import flatten_dict, unflatten_dict
 from learner_cases import assert_close, assert_equal, outcome
-from packing_cases import TEXT, answered, compose, make_config, make_groups, model_input, unpack
+from packing_cases import TEXT, answered, compose, make_config, make_groups, model_input
 from test_learner import CONFIGS, gradients, microbatches_for, tiny
 from turns import by_turns
 
 import models
 from fluxjax.algorithms import ALGORITHMS, grpo
 from fluxjax.base.types import PreparedPrompt, Prompt
+from fluxjax.batch.composition import unpack
 from fluxjax.config import ODC, Config, ConfigError, DType, FlexUlysses, Remat, Ulysses
 from fluxjax.config.learning import DELTA_TARGETS, LORA_TARGETS
 from fluxjax.learner.learner import Learner, fingerprint
@@ -94,9 +95,7 @@ def test_new_adapters_change_nothing():
     inputs = microbatches_for("text", make_config(rows=8))[0].batch.inputs
     learner = Learner(adapted(make_config(rows=8)), tiny("text"), grpo.token_loss, mesh=make_mesh(1))
     plain = Learner(make_config(rows=8), tiny("text"), grpo.token_loss, mesh=make_mesh(1))
-    for got, want in zip(
-        learner.gradients.logprobs(learner.params, inputs), plain.gradients.logprobs(plain.params, inputs), strict=True
-    ):
+    for got, want in zip(learner.logprobs(inputs), plain.logprobs(inputs), strict=True):
         np.testing.assert_array_equal(got, want)
     jax.tree.map(np.testing.assert_array_equal, learner.weights(), plain.params)
     a = np.asarray(flatten_dict(learner.params)["layers", "attention", "o_lora_a"])

@@ -94,7 +94,7 @@ def test_a_step_equals_its_optimizer_steps_by_hand(case, decoupled):
     draws = sorted(one.prompt.draw for one in groups)
     parts = [[one for one in groups if one.prompt.draw in draws[first::2]] for first in (0, 1)]
     compositions = [compose(part, prepared, config, version=VERSION) for part in parts]
-    logprobs = [[want.gradients.logprobs(want.params, batch.inputs)[0] for batch in c.batches] for c in compositions]
+    logprobs = [[want.logprobs(batch.inputs)[0] for batch in c.batches] for c in compositions]
     scored = [with_logprobs(c, "proximal_logprobs_BT", own) for c, own in zip(compositions, logprobs, strict=True)]
     steps = [want.step(composition.everywhere) for _ in range(2) for composition in scored]
     np.testing.assert_allclose(flat(got), flat(want), rtol=0, atol=0.0 if not decoupled else 1e-7)

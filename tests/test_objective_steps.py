@@ -107,9 +107,7 @@ def test_distillation_goes_towards_its_teacher_and_stays_there():
     [composition] = composed(trainer, [Portion(groups, prepared)])
 
     def distance():
-        scores = [
-            [learner.gradients.logprobs(p, b.inputs)[0] for b in composition.batches] for p in (learner.params, teacher)
-        ]
+        scores = [[learner.logprobs(b.inputs, p)[0] for b in composition.batches] for p in (learner.params, teacher)]
         own, wanted = (composition.of_responses(logprobs, np.float64) for logprobs in scores)
         return np.mean((own - wanted) ** 2)
 

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from learner_cases import assert_close
-from packing_cases import MODEL, compose, make_config, make_groups, unpack
+from packing_cases import MODEL, compose, make_config, make_groups
 
 import models
 from fluxjax.algorithms import grpo
 from fluxjax.base.types import TrainBatch
+from fluxjax.batch.composition import unpack
 from fluxjax.config import AlgorithmConfig, LossAggregation
 from fluxjax.learner.loss_inputs import with_logprobs
 from models.decoder import logprobs

@@ -260,4 +260,4 @@ def test_a_mesh_with_further_replicas_is_refused():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("replica", "s0"))
     one = Learner(make_config(), tiny((8, 2)), grpo.token_loss, mesh=mesh)
     with pytest.raises(ValueError, match="make_mesh"):
-        one.gradients.logprobs(one.params, batch.inputs)
+        one.logprobs(batch.inputs)

@@ -96,6 +96,19 @@ class Composition:
         return dataclasses.replace(self, microbatches=microbatches, elsewhere=elsewhere)
 
 
+def unpack(composition: Composition, arrays_BT: PerToken) -> dict[tuple[int, int], np.ndarray]:
+    """Returns the values of each response's tokens by (draw, sample), from an array `[B, T]` for each microbatch.
+    Raises ValueError for arrays of other shapes."""
+    shapes_BT = [batch.loss_weights_BT.shape for batch in composition.batches]
+    if [np.shape(array) for array in arrays_BT] != shapes_BT:
+        raise ValueError(
+            f"the arrays have the shapes {[np.shape(a) for a in arrays_BT]}, the batches {shapes_BT}; they must be "
+            "equal"
+        )
+    parts = np.split(composition.of_responses(arrays_BT), np.cumsum(composition.lengths))[:-1]
+    return dict(zip(composition.keys, parts, strict=True))
+
+
 def packing_metrics(compositions: Sequence[Composition], num_devices: int) -> dict[str, float]:
     """Returns the number of microbatches, and the used shares (0 to 1) of the token buffers and of the patch buffers.
     The share of patch buffers is 0 for a text model.

@@ -25,6 +25,7 @@ from jaxtyping import Array
 import models
 from models.config import TextConfig
 from models.decoder import Decoder, is_abstract, shapes_only
+from models.inputs import PackedTokens
 from sharding.links import Links
 from sharding.mesh import exact_products, make_mesh
 from sharding.walk import Params, Tally
@@ -34,7 +35,7 @@ from ..algorithms.loss import TALLIED, importance_metrics
 from ..base.types import TrainBatch
 from ..batch.composition import Microbatch
 from ..config import ODC, Config, ConfigError, OptimConfig, Schedule
-from .gradients import GAP, Gradients, Outcome, TokenLoss, TrainingPhase, on_every_device
+from .gradients import GAP, Gradients, Outcome, Scores, TokenLoss, TrainingPhase, on_every_device
 
 if TYPE_CHECKING:
     from ..data.materializer import Materializer
@@ -207,6 +208,10 @@ class Learner:
     def accumulate(self, microbatches: Sequence[Microbatch]) -> Outcome:
         """Calls `Gradients.accumulate` with the learner's parameters."""
         return self.gradients.accumulate(self.params, microbatches)
+
+    def logprobs(self, inputs: PackedTokens, params: Params | None = None) -> Scores:
+        """Calls `Gradients.logprobs` with the learner's parameters, or with `params` of the same layout."""
+        return self.gradients.logprobs(self.params if params is None else params, inputs)
 
     def state(self) -> dict[str, Any]:
         """Returns the arrays of a checkpoint that training continues from, as a pytree. For frozen weights, which a
@@ -415,8 +420,11 @@ def lora_of(config: Config) -> models.Lora | None:
 def fingerprint(params: Params, mesh: Mesh) -> Array:
     """Returns a number for each of W arrays of weights, `[W]` uint32, on every device. A changed bit of an array
     changes the array's number."""
-    of_all = jax.jit(lambda weights: jnp.stack([*map(_of, weights)]), out_shardings=NamedSharding(mesh, P()))
-    return of_all(jax.tree.leaves(params))
+    return jax.jit(_fingerprints, out_shardings=NamedSharding(mesh, P()))(params)
+
+
+def _fingerprints(params: Params) -> Array:
+    return jnp.stack([_of(weight) for weight in jax.tree.leaves(params)])
 
 
 def _of(weight: Array) -> Array:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from packing_cases import unpack
 from painter import PICTURES
 from protocol_cases import model, processor
 from runtime_cases import Run, Source, Trainer, limited
@@ -16,6 +15,7 @@ from runtime_cases import Run, Source, Trainer, limited
 import models
 from fluxjax.base.types import ENVIRONMENT, Group, PreparedPrompt, Prompt, Response, TrainedStep
 from fluxjax.batch.composer import Composer
+from fluxjax.batch.composition import unpack
 from fluxjax.config import Config
 from fluxjax.coordinator.policies.april import April
 from fluxjax.data.tickets import source_of
