@@ -121,8 +121,14 @@ class ServerComparison:
             return Finding(name, f"{self._folder} has no chat template", asked=False)
         decode = functools.partial(self._processor.decode, skip_special_tokens=False)
         for of_probe, probe in self._probes.items():
-            text = {"prompt": decode(probe.ids), "add_special_tokens": False}
-            body = {"messages": [_message(probe)]} if name == "template" else text
+            urls = [
+                (f"{kind}_url", f"data:{kind};base64,{base64.b64encode(data).decode()}") for kind, data in probe.media
+            ]
+            media = [{"type": kind, kind: {"url": url}} for kind, url in urls]
+            content = [*media, {"type": "text", "text": probe.text}] if media else probe.text
+            body: dict[str, Any] = {"prompt": decode(probe.ids), "add_special_tokens": False}
+            if name == "template":
+                body = {"messages": [{"role": "user", "content": content}]}
             theirs = (await self._client.ask("/tokenize", body))["tokens"]
             if theirs != probe.ids:
                 server, trainer = (f"{decode(ids)!r} {ids}" for ids in (theirs, probe.ids))
@@ -248,14 +254,6 @@ class ServerComparison:
 
 def _differs(part: str, detail: str) -> Finding:
     return Finding(part, detail, next(fix for word, fix in FIXES.items() if word in part))
-
-
-def _message(probe: Probe) -> dict[str, Any]:
-    content = [
-        {"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}}
-        for kind, data in probe.media
-    ]
-    return {"role": "user", "content": [*content, {"type": "text", "text": probe.text}] if content else probe.text}
 
 
 def _part_of(tensor: str) -> tuple[int, int, str]:

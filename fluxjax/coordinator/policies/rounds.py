@@ -197,7 +197,6 @@ class Rounds(Base, abc.ABC):
 
     def load_state_dict(self, state: SavedState) -> None:
         """Restores nothing: between rounds the books contain everything."""
-        return
 
 
 def generate(
