@@ -306,7 +306,8 @@ def _observed(columns: Columns, prompt: PreparedPrompt) -> Mapping[int, PromptIn
     """Returns the inputs of the responses whose observations have media, by index. Raises ValueError for inputs of
     another length than the response."""
     observed: dict[int, PromptInput] = {}
-    for k, (sample, length, *_) in enumerate(columns.numbers_G4.tolist() if prompt.responses else ()):
+    numbers: list[list[int]] = columns.numbers_G4.tolist() if prompt.responses else []
+    for k, (sample, length, *_) in enumerate(numbers):
         if (inputs := prompt.responses.get(sample)) is None:
             continue
         if len(inputs) != length:

@@ -60,7 +60,7 @@ class AdaptiveAsync(Base):
     def __post_init__(self) -> None:
         ratio = self.settings.ratio
         low, high = (ratio, ratio) if ratio in (0.0, 1.0) else (min(ratio, RATIOS[0]), max(ratio, RATIOS[1]))
-        self._pid = Pid(ratio, low, high, **GAINS)
+        self._pid = Pid(ratio, low, high, kp=GAINS["kp"], ki=GAINS["ki"], kd=GAINS["kd"])
         self.staleness = 0.0  # moving average
         self.barriers = 0  # barriers forced so far
         self.barrier = False  # True: no prompt is drawn until nothing is under way
