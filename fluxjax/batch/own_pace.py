@@ -67,7 +67,10 @@ class OwnPace:
             fitting = [part for members in microbatches for part in _within(members, pieces, patches)]
             for members in sorted(fitting, key=lambda members: (-work[members].sum(), members)):
                 chosen, load = [pieces[i] for i in members], float(work[members].sum())
-                found.append(Part(groups, chosen, _on_one_device(chosen), self._room, frame, device, load))
+                lengths, squares = tuple(piece.tokens for piece in chosen), tuple(piece.squares for piece in chosen)
+                degrees, firsts = (1,) * len(chosen), (0,) * len(chosen)
+                plan = ShardPlan(1, lengths, squares, degrees, firsts, rounds(1, degrees, firsts))
+                found.append(Part(groups, chosen, plan, self._room, frame, device, load))
         return found
 
     def _deal(self, items: Sequence[Item]) -> tuple[list[Piece], np.ndarray, list[Microbatches]]:
@@ -177,13 +180,6 @@ class OwnPace:
         degrees, all_firsts = (*plan.degrees, *(1 for _ in taken)), (*plan.firsts, *firsts)
         packed = rounds(plan.num_devices, degrees, all_firsts)
         return ShardPlan(plan.num_devices, lengths, (0.0,) * len(lengths), degrees, all_firsts, packed), taken
-
-
-def _on_one_device(pieces: Sequence[Piece]) -> ShardPlan:
-    lengths = tuple(piece.tokens for piece in pieces)
-    degrees, firsts = (1,) * len(lengths), (0,) * len(lengths)
-    work = tuple(piece.squares for piece in pieces)
-    return ShardPlan(1, lengths, work, degrees, firsts, rounds(1, degrees, firsts))
 
 
 def _within(members: Sequence[int], pieces: Sequence[Piece], cap: int) -> list[list[int]]:
