@@ -32,10 +32,8 @@ FIRST_VICTIM = "500"  # added to this process's score; Linux kills the process w
 
 def main(descriptor: int) -> None:
     channel = Channel(socket.socket(fileno=descriptor))
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # a terminal or Slurm sends them to all, but the run ends this process
+    # A terminal or Slurm sends these signals to every process of a job, but the run ends this process.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     end_with_run(descriptor)
     begin, _ = channel.receive()
