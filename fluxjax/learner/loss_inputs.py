@@ -132,9 +132,8 @@ def with_importance(
         lags = composition.of_responses([batch.lags_BT for batch in batches], np.int32)
         weights = np.exp(log_weight(ratios, lags, importance)[0])
         parts = team.exchange((float(weights.sum()), len(weights)))
-        mean = (
-            np.float64(sum(total for total, _ in parts) / sum(count for _, count in parts)) or 1.0
-        )  # 0 if all tokens are masked
+        total, count = sum(part[0] for part in parts), sum(part[1] for part in parts)
+        mean = np.float64(total / count) or 1.0  # 0 if all tokens are masked
     advantages_BT = [(batch.advantages_BT / mean).astype(np.float32) for batch in batches]
     return composition.replaced({"response_log_ratios_BT": ratios_BT, "advantages_BT": advantages_BT})
 
