@@ -14,9 +14,10 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also without an installation
 
+from fluxjax.base.process import collector_paused
 from fluxjax.config import cli
 from fluxjax.simulation.options import SimulateConfig
-from fluxjax.simulation.simulated_run import make_cluster, run, summary
+from fluxjax.simulation.simulated_run import make_cluster, summary
 from fluxjax.simulation.virtual_cluster import StepRecord
 
 MODELS = ("7b", "14b", "32b")
@@ -60,7 +61,8 @@ WHAT_IF = {  # alternatives to assumptions that no figure of the paper fixes; ea
 def simulated(model: str, steps: int, seed: int, options: tuple[str, ...]) -> tuple[dict[str, Any], list[StepRecord]]:
     arguments = [f"--config=configs/simulation.py:{model}", f"--config.steps={steps}", f"--config.seed={seed}"]
     cluster = make_cluster(cli.load(arguments + [f"--config.{option}" for option in options], SimulateConfig))
-    run(cluster)
+    with collector_paused():
+        cluster.run()
     print(f"{model} {' '.join(options)}: {cluster.clock.now:.0f} simulated seconds", file=sys.stderr)
     return summary(cluster, 0.0), cluster.records
 

@@ -125,17 +125,15 @@ class Supervisor:
 
     def _attempt(self, count: int) -> Failure | None:
         with contextlib.ExitStack() as stack:
-            logs = [stack.enter_context(self._log(process).open("a")) for process in range(1, count)]
+            if count > 1:
+                self._folder.parent.mkdir(parents=True, exist_ok=True)
+            files = (f"{self._folder}.process-{process}.log" for process in range(1, count))
+            logs = [stack.enter_context(open(file, "a")) for file in files]
             self._run = Processes(count, self._train, logs)
             stack.callback(self._run.kill)
             if self._signals:  # the signal came while the processes were started
                 self._run.signal(signal.SIGTERM)
             return self._run.wait()
-
-    def _log(self, process: int) -> pathlib.Path:
-        file = self._folder.with_name(f"{self._folder.name}.process-{process}.log")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        return file
 
     def _newest(self) -> str:
         """Describes the state that an attempt starts from."""

@@ -26,6 +26,7 @@ what XLA_PYTHON_CLIENT_MEM_FRACTION says. Set this variable for the run, too: wi
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pathlib
 import sys
@@ -73,7 +74,8 @@ def _preflight(config: Config, options: argparse.Namespace) -> int:
     model = model_sizes(config, options.model_config)
     room = DeviceRoom(topology.memory, fraction * topology.memory, f"{MEMORY_FRACTION}={fraction:.2f}")
     sleeping = engines_sleep(config, topology.hosts == 1 and config.distributed.processes <= 1)
-    verdict = check(config, model, topology.devices(), room, _progress, layers=options.layers, sleeping=sleeping)
+    progress = functools.partial(print, file=sys.stderr, flush=True)
+    verdict = check(config, model, topology.devices(), room, progress, layers=options.layers, sleeping=sleeping)
     title = f"{config.name} on {topology}"
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw(verdict, title, picture)
@@ -85,10 +87,6 @@ def _preflight(config: Config, options: argparse.Namespace) -> int:
         show(verdict, title, Console(width=None if sys.stdout.isatty() else 120))
         print(f"drawn in {picture}")
     return 0 if verdict.fits else 1
-
-
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

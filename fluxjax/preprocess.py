@@ -68,17 +68,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def local_stores(options: argparse.Namespace) -> Callable[[MediaSettings], SliceStore]:
-    """Returns the function that makes stores in this process, each with workers and a cache of its own."""
-
-    def make_store(settings: MediaSettings) -> SliceStore:
-        from .data.local_store import LocalStore
-
-        return LocalStore(settings, options.config, workers=options.config.workers or _cores())
-
-    return make_store
-
-
 def serve(options: argparse.Namespace, make_store: Callable[[MediaSettings], SliceStore]) -> None:
     """Serves until SIGTERM or SIGINT. Raises OSError if it can't listen."""
     from .data.flight_server import FlightServer
@@ -101,8 +90,14 @@ def _cores() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+
+    def make_store(settings: MediaSettings) -> SliceStore:  # with workers and a cache of its own
+        from .data.local_store import LocalStore
+
+        return LocalStore(settings, options.config, workers=options.config.workers or _cores())
+
     try:
-        serve(options, local_stores(options))
+        serve(options, make_store)
     except OSError as error:
         print(f"error: --listen {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -30,18 +30,16 @@ def main(argv: list[str]) -> int:
     if options.gantt and not options.gantt.absolute().parent.is_dir():
         print(f"error: --gantt {options.gantt}: there is no folder {options.gantt.parent}", file=sys.stderr)
         return 2
-    return _simulate(config, options.gantt, options.json)
-
-
-def _simulate(config: SimulateConfig, gantt: pathlib.Path | None, as_json: bool) -> int:
+    from .base.process import collector_paused
     from .coordinator import CoordinatorError  # loads JAX: imported only after the command line is checked
-    from .simulation.simulated_run import ProgressLine, make_cluster, run, show, summary
+    from .simulation.simulated_run import ProgressLine, make_cluster, show, summary
     from .simulation.virtual_cluster import StuckError
 
     cluster = make_cluster(config, ProgressLine(config.steps))
     began, status = time.perf_counter(), 0
     try:
-        run(cluster)
+        with collector_paused():  # a simulation makes no circles of references
+            cluster.run()
     except KeyboardInterrupt:
         print("interrupted; this is how far it came", file=sys.stderr)
         status = 130
@@ -49,14 +47,14 @@ def _simulate(config: SimulateConfig, gantt: pathlib.Path | None, as_json: bool)
         print(f"error: {error}", file=sys.stderr)
         status = 1
     result = summary(cluster, time.perf_counter() - began)
-    if as_json:
+    if options.json:
         print(json.dumps(result))
     else:
         show(result)
-    if gantt:
+    if options.gantt:
         from .report.pictures import timeline
 
-        timeline(cluster.timeline.spans(), gantt)
+        timeline(cluster.timeline.spans(), options.gantt)
     return status
 
 

@@ -169,10 +169,10 @@ MUTANTS = [
     Mutant("urgent groups wait", ASYNC, "if ages[i] >= max_staleness - 1)", "if ages[i] > max_staleness)"),
     Mutant("freshest first", ASYNC, "ranking.sort(key=lambda i: -ages[i])", "ranking.sort(key=lambda i: ages[i])"),
     Mutant("hard ones first", ASYNC,
-           "sorted(ranking, key=lambda i: hard[i])", "sorted(ranking, key=lambda i: -hard[i])"),
+           "key=lambda i: difficulty(ordered[i])", "key=lambda i: -difficulty(ordered[i])"),
     Mutant("curriculum backwards", ASYNC,
            "chance = 1 - min(max(progress, 0.0), 1.0)", "chance = min(max(progress, 0.0), 1.0)"),
-    Mutant("strata without media", ASYNC, "(group.prompt.source, kinds) if", "group.prompt.source if"),
+    Mutant("strata without media", ASYNC, "frozenset(media.kind for media in g.prompt.media)", "None"),
     # --- training before a round is over -----------------------------------------------------------
     Mutant("engines are never lent", EARLY, "if not self.first <= progress <= self.last or", "if True or"),
     Mutant("engines are lent at any time", EARLY,

@@ -15,7 +15,7 @@ from turns import third_of
 from fluxjax.batch.composer import sft_groups
 from fluxjax.batch.composition import unpack
 from fluxjax.batch.rows import Budget
-from fluxjax.batch.share import Item, chunks_needed, pieces_of
+from fluxjax.batch.share import Item, chunks_for, pieces_of, runs_of
 from fluxjax.config import ODC, ConfigError, FlexUlysses, LossAggregation, Ulysses
 from fluxjax.learner.loss_inputs import with_logprobs
 from fluxjax.sizing.largest import largest_batch
@@ -312,7 +312,7 @@ def test_a_table_of_runs_holds_every_row(seed):
     lengths = [[prompts[piece.item], *answers[piece.item]] for piece in pieces]
     branches = [branch for runs in lengths for branch, length in enumerate(runs) for _ in range(length)]
     size = (8, 16, 32, CHUNK)[seed % 4]
-    chunks = chunks_needed(len(segments), pieces, True, size)
+    chunks = chunks_for(len(segments), runs_of(pieces, True), size)
     runs = packed_runs(np.array([segments]), np.array([branches]), chunks, size=size)
     assert sorted(runs.columns_BNC[runs.columns_BNC >= 0].tolist()) == list(range(len(segments)))
     assert chunks <= len(segments) // size + max(len(segments) // 32, 2 * sum(map(len, lengths)))

@@ -280,7 +280,7 @@ def test_gradients_of_lent_devices_come_back():
     learner = learner_of("text", config, 2)
     want, _ = learner.accumulate(microbatches_for("text", config, 2))
     lent = learner.gradients.on(jax.devices()[2:3])
-    outcome = lent.accumulate(lent.on_mesh(learner.params), microbatches_for("text", config))
+    outcome = lent.accumulate(lent.strategy.shard(learner.params), microbatches_for("text", config))
     got, _ = learner.gradients.bring(outcome)
     assert_close(got, want)
     places, wanted = (jax.tree.map(lambda x: x.sharding, tree) for tree in (got, learner.trained(learner.params)))

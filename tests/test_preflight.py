@@ -32,7 +32,7 @@ from fluxjax.config import (
 )
 from fluxjax.learner.learner import Learner
 from fluxjax.sizing.account import GIB, Account, RowGrowth, remedies
-from fluxjax.sizing.largest import largest_batch, longest_prompt
+from fluxjax.sizing.largest import largest_batch, prompt
 from fluxjax.sizing.model_sizes import model_sizes
 from fluxjax.sizing.run_programs import ATTENTION_CALLS, UNTILED, Compiled, RunShapes, bytes_on_device, cache_bytes
 from fluxjax.sizing.schedule import CollectiveTraffic, traffic
@@ -255,9 +255,9 @@ def test_an_abstract_engine_has_the_arrays_of_a_real_one(config, degree):
 
     assert described(arrays.params) == described(real.params)
     assert described(arrays.cache) == described(real._ready_cache())
-    prompt = longest_prompt(_config(FSDP()), config)
-    again = EngineArrays(model, limits, "bfloat16", devices).lowered(prompt)
-    assert arrays.lowered(prompt)["decode"].as_text() == again["decode"].as_text()
+    longest = prompt(_config(FSDP()), config)
+    again = EngineArrays(model, limits, "bfloat16", devices).lowered(longest)
+    assert arrays.lowered(longest)["decode"].as_text() == again["decode"].as_text()
     cache, states = cache_bytes(arrays)
     assert cache + states == bytes_on_device(arrays.cache)
     assert (states > 0) == (config.text.delta is not None)

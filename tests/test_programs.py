@@ -67,10 +67,10 @@ def test_outlines_name_the_shapes_of_their_batches(strategy):
         composition = again.compose(groups, prepared)
         for outline, batch in zip(outlines, composition.batches, strict=True):
             shapes.setdefault(outline.program, set()).add(shape_of(batch))
-            filled, vision = outline.filled, batch.inputs.vision
-            assert filled.token_cells == batch.inputs.tokens_BT.size and filled.patch_cells == vision.num_patches
-            assert filled.tokens == np.count_nonzero(batch.inputs.segments_BT)
-            assert filled.patches == np.count_nonzero(vision.frame_segments_P)
+            (tokens, token_cells, patches, patch_cells), vision = outline.filled, batch.inputs.vision
+            assert token_cells == batch.inputs.tokens_BT.size and patch_cells == vision.num_patches
+            assert tokens == np.count_nonzero(batch.inputs.segments_BT)
+            assert patches == np.count_nonzero(vision.frame_segments_P)
     assert all(len(found) == 1 for found in shapes.values())
     assert len(set.union(*shapes.values())) == len(shapes) <= MOST
     assert len(composer.shapes) <= MOST and composer.shapes == again.shapes
@@ -137,7 +137,7 @@ def test_rows_of_sequences_that_are_just_longer_than_half_a_row_are_not_half_emp
         sizes = np.random.default_rng(step).integers(1030, 1200, 24).tolist()
         groups, prepared = make_groups([[size - 10] for size in sizes], [[10]] * len(sizes), step)
         outlines = composer.outline(groups, prepared).micros
-        tokens, cells = (sum(getattr(o.filled, name) for o in outlines) for name in ("tokens", "token_cells"))
+        tokens, cells, _, _ = (sum(of_all) for of_all in zip(*(o.filled for o in outlines), strict=True))
         assert tokens == sum(sizes) and 1 - tokens / cells < 0.12
         programs |= {outline.program for outline in outlines}
     assert len(programs) <= 6

@@ -19,6 +19,8 @@ from typing import Any
 
 import jax
 
+from .process_tree import resident
+
 # From glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 _DEFAULT_MMAP_MAX, _LARGE_BLOCK = 65536, 32 << 20  # a number of mappings; bytes (glibc's largest threshold)
@@ -73,14 +75,8 @@ def collector_paused() -> Iterator[None]:
 
 def resident_bytes() -> int:
     """Returns the resident memory of this process in bytes, or its peak on systems without /proc."""
-    try:
-        for line in pathlib.Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resident([os.getpid()]) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 HASHED = ("hash_obj", "compile_options_obj", "strip_device_assignment")

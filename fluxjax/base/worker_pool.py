@@ -122,13 +122,11 @@ class _Process:
 
 
 class PoolLoad(NamedTuple):
-    """`waiting` and `busy` count present calls. `killed` counts the processes that were killed or died. `seconds` is
-    the sum of the durations of all calls."""
+    """`waiting` and `busy` count present calls. `killed` counts the processes that were killed or died."""
 
     waiting: int = 0
     busy: int = 0
     killed: int = 0
-    seconds: float = 0.0
 
 
 class WorkerPool:
@@ -186,15 +184,11 @@ class WorkerPool:
         `seconds`. Urgent calls go before other calls. Raises WorkerTimeout, WorkerDied, WorkerError, and RuntimeError
         once the pool is closed."""
         seconds = self.seconds if seconds is None else seconds
-        with self._turn(urgent):
-            process = self._take()
-            answered, begin = False, time.monotonic()
-            try:
-                reply = self._reply(process, argument, seconds, received)
-                answered = True
-            finally:
-                self._give_back(process, answered, time.monotonic() - begin)
-        return _result(reply)
+        held = self._hold(urgent)
+        try:
+            return held.call(argument, seconds, received)
+        finally:
+            held.release()
 
     async def acall(self, argument: Any, seconds: float | None = None) -> Any:
         """Makes a `call` in an event loop. Cancelling ends the wait, but not a call that has begun."""
@@ -210,9 +204,9 @@ class WorkerPool:
             holding.add_done_callback(lambda held: held.cancelled() or held.exception() or held.result().release())
             raise
 
-    def _hold(self) -> HeldWorker:
+    def _hold(self, urgent: bool = False) -> HeldWorker:
         with contextlib.ExitStack() as turn:
-            turn.enter_context(self._turn(urgent=False))
+            turn.enter_context(self._turn(urgent))
             return HeldWorker(self, self._take(), turn.pop_all())
 
     def _in_thread(self, function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
@@ -220,9 +214,7 @@ class WorkerPool:
             self._threads = concurrent.futures.ThreadPoolExecutor(self.workers, thread_name_prefix=self.name)
         return self._threads.submit(function, *arguments)
 
-    def _reply(
-        self, process: _Process, argument: Any, seconds: float, received: Received = lambda result, number, array: None
-    ) -> dict[str, Any]:
+    def _reply(self, process: _Process, argument: Any, seconds: float, received: Received) -> dict[str, Any]:
         """Sends an argument to a process and returns the message of its answer. After an error, the process can't be
         used any more."""
         process.jobs += 1
@@ -345,12 +337,11 @@ class WorkerPool:
             raise WorkerEnded(f"importing {self.function_path!r} raised {process.ready['failed']}")
         return process
 
-    def _give_back(self, process: _Process, answered: bool, seconds: float = 0.0) -> None:
+    def _give_back(self, process: _Process, answered: bool) -> None:
         if not answered:
             process.kill()
             process.end()
         with self._changed:
-            self._count(seconds=seconds)
             self._changed.notify_all()
             if answered:
                 self._idle.append(process)
@@ -370,12 +361,6 @@ class WorkerPool:
         return f"the workers of {self.name} are closed"
 
 
-def _result(reply: Mapping[str, Any]) -> Any:
-    if "error" in reply:
-        raise WorkerError(reply["error"])
-    return reply["result"]
-
-
 class HeldWorker:
     """A process of a pool that one caller holds for several calls, one at a time, until `release`."""
 
@@ -392,18 +377,20 @@ class HeldWorker:
     async def acall(self, argument: Any, seconds: float) -> Any:
         """Returns the function's result, as `WorkerPool.call` does. A process that fails to answer is released.
         Cancelling ends the wait; the caller must then call `kill`."""
-        return await asyncio.wrap_future(self._pool._in_thread(self._call, argument, seconds))
+        return await asyncio.wrap_future(self._pool._in_thread(self.call, argument, seconds))
 
-    def _call(self, argument: Any, seconds: float) -> Any:
+    def call(self, argument: Any, seconds: float, received: Received = lambda result, number, array: None) -> Any:
         with self._lock:
             if self._released:
                 raise WorkerDied("its process was released")
             try:
-                reply = self._pool._reply(self._process, argument, seconds)
+                reply = self._pool._reply(self._process, argument, seconds, received)
             except BaseException:
                 self.release(fit=False)
                 raise
-        return _result(reply)
+        if "error" in reply:
+            raise WorkerError(reply["error"])
+        return reply["result"]
 
     def kill(self) -> None:
         """Ends and releases the process. A call under way raises WorkerEnded."""

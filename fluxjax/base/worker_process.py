@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import os
 import pathlib
+import pkgutil
 import resource
 import select
 import signal
@@ -32,12 +32,14 @@ FIRST_VICTIM = "500"  # added to this process's score; Linux kills the process w
 
 def main(descriptor: int) -> None:
     channel = Channel(socket.socket(fileno=descriptor))
-    leave_signals_to_the_run()
+    # A terminal or Slurm sends these signals to every process of a job, but the run ends this process.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     end_with_run(descriptor)
     begin, _ = channel.receive()
     sys.path.extend(path for path in begin["path"] if path not in sys.path)
     try:
-        function = found(begin["function"])
+        function = pkgutil.resolve_name(begin["function"])
         if begin["made_with"] is not None:
             function = function(begin["made_with"])
     except Exception as error:  # the user's module may raise anything
@@ -49,12 +51,6 @@ def main(descriptor: int) -> None:
         while True:
             job, _ = channel.receive()
             _answer(channel, function, job)
-
-
-def found(path: str) -> Callable[[Any], Any]:
-    """Returns the function at `module:function`. Raises AttributeError and the errors of the import."""
-    module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def _answer(channel: Channel, function: Callable[[Any], Any], job: Mapping[str, Any]) -> None:
@@ -81,23 +77,16 @@ def _answer(channel: Channel, function: Callable[[Any], Any], job: Mapping[str, 
         channel.send({}, array)
 
 
-def leave_signals_to_the_run() -> None:
-    """Ignores the signals that a terminal or Slurm sends to every process of a job, because the run ends this
-    process."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
 def end_with_run(descriptor: int) -> None:
     """Starts a thread that ends this process at once when the other end of the socket `descriptor` is closed."""
-    threading.Thread(target=_end_when_closed, args=(descriptor,), daemon=True, name="end-with-run").start()
-
-
-def _end_when_closed(descriptor: int) -> None:
     poll = select.poll()
     poll.register(descriptor, 0)  # only a closed connection wakes the poll
-    poll.poll()
-    os._exit(1)
+
+    def end_when_closed() -> None:
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=end_when_closed, daemon=True, name="end-with-run").start()
 
 
 def bound_memory(allowed: int) -> None:
@@ -107,16 +96,14 @@ def bound_memory(allowed: int) -> None:
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if allowed:
-            _bound_address_space(allowed)
+            pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + allowed
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            resource.setrlimit(
+                resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
+            )
     with contextlib.suppress(OSError):
         pathlib.Path("/proc/self/oom_score_adj").write_text(FIRST_VICTIM)
-
-
-def _bound_address_space(allowed: int) -> None:
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + allowed
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def lacked_memory(error: BaseException) -> bool:

@@ -298,16 +298,16 @@ def _by_number(groups: Sequence[Group]) -> tuple[Sequence[Group], np.ndarray]:
     falls = np.flatnonzero(np.diff(numbers_R4[:, 0]) < 0) + 1
     if np.isin(falls, begins).all():
         return groups, numbers_R4
-    return _by_number([_sorted(group) for group in groups])
+    ordered = (tuple(sorted(group.samples, key=lambda sample: sample.response.sample)) for group in groups)
+    return _by_number([dataclasses.replace(g, samples=samples) for g, samples in zip(groups, ordered, strict=True)])
 
 
 def _observed(columns: Columns, prompt: PreparedPrompt) -> Mapping[int, PromptInput]:
     """Returns the inputs of the responses whose observations have media, by index. Raises ValueError for inputs of
     another length than the response."""
     observed: dict[int, PromptInput] = {}
-    if not prompt.responses:
-        return observed
-    for k, (sample, length, *_) in enumerate(columns.numbers_G4.tolist()):
+    numbers: list[list[int]] = columns.numbers_G4.tolist() if prompt.responses else []
+    for k, (sample, length, *_) in enumerate(numbers):
         if (inputs := prompt.responses.get(sample)) is None:
             continue
         if len(inputs) != length:
@@ -316,11 +316,6 @@ def _observed(columns: Columns, prompt: PreparedPrompt) -> Mapping[int, PromptIn
             )
         observed[k] = inputs
     return observed
-
-
-def _sorted(group: Group) -> Group:
-    samples = sorted(group.samples, key=lambda sample: sample.response.sample)
-    return dataclasses.replace(group, samples=tuple(samples))
 
 
 def given_response(draw: int, ids: Sequence[int]) -> Response:

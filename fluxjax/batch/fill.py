@@ -74,14 +74,6 @@ class Spans:
                 self.advantages.append(advantages_GU[k])
                 column += length
 
-    def trained_cells(self) -> np.ndarray:
-        """Returns the cells of all response tokens that are trained on, response after response."""
-        starts = np.array([span[0] for span in self.responses], np.int64)
-        cells, _ = span_cells(starts, np.array(self.lengths, np.int64))
-        if self.trained == self.lengths:
-            return cells
-        return cells[np.concatenate([numbers_of(data).versions for data in self.data]) != ENVIRONMENT]
-
 
 def lay_out(share: Share, room: Room, tempered: bool) -> Composition:
     """Returns the microbatches of a share. With `tempered`, each batch has the sampling temperatures of its tokens.
@@ -108,13 +100,13 @@ def _written(outlines: Sequence[Outline], share: Share, room: Room, tempered: bo
     first = 0
     for outline in outlines:
         if outline.plan is None:
-            spans, batch, layout = *_packed(outline, share, room, tempered), None
-            at, lengths, total = spans.trained_cells(), np.array(spans.trained, np.int64), spans.total
+            spans, at, batch = _packed(outline, share, room, tempered)
+            lengths, total, layout = np.array(spans.trained, np.int64), spans.total, None
         else:
             devices = share.shards if outline.owner is None else range(1)
             part: Part = outline.part or Part(share.groups, outline.pieces, outline.plan, room)
-            spans, batch, layout = _spread(part, outline, devices, share, room, tempered)
-            at, here, total = _on(layout, devices, layout.cells[spans.trained_cells()])
+            spans, at, batch, layout = _spread(part, outline, devices, share, room, tempered)
+            at, here, total = _on(layout, devices, layout.cells[at])
             ends = np.cumsum(np.array(spans.trained, np.int64))
             at, lengths = at[here], np.add.reduceat(here, [0, *ends[:-1].tolist()], dtype=np.int64)
         microbatches.append(Microbatch(batch, outline.owner, outline.work, layout))
@@ -125,7 +117,7 @@ def _written(outlines: Sequence[Outline], share: Share, room: Room, tempered: bo
     return Composition(tuple(microbatches), tuple(keys), np.concatenate(cells), np.concatenate(counts))
 
 
-def _packed(outline: Outline, share: Share, room: Room, tempered: bool) -> tuple[Spans, TrainBatch]:
+def _packed(outline: Outline, share: Share, room: Room, tempered: bool) -> tuple[Spans, np.ndarray, TrainBatch]:
     sizes = outline.sizes
     rows, columns = sizes["rows"], sizes["columns"]
     spans, buffers = Spans(len(outline.shards) * rows * columns), list[VisionInput]()
@@ -137,16 +129,17 @@ def _packed(outline: Outline, share: Share, room: Room, tempered: bool) -> tuple
         for row, pieces in enumerate(shard_rows):
             spans.place(pieces, (shard * rows + row) * columns, share.groups, features, room.share_prompts)
     vision = side_by_side(buffers, sizes["frame"]) if buffers else None
-    return spans, _train_batch(_arrays(spans, columns, share.version, tempered), vision, sizes, chunk=room.chunk)
+    arrays, trained = _arrays(spans, columns, share.version, tempered)
+    return spans, trained, _train_batch(arrays, vision, sizes, chunk=room.chunk)
 
 
 def _spread(
     part: Part, outline: Outline, devices: range, share: Share, room: Room, tempered: bool
-) -> tuple[Spans, TrainBatch, SizedLayout]:
+) -> tuple[Spans, np.ndarray, TrainBatch, SizedLayout]:
     layout, media, vision = SizedLayout(part.layout, outline.sizes), part.media, None
     spans = Spans(sum(part.plan.lengths))
     spans.place(part.pieces, 0, share.groups, media.first_feature if media else {}, room.share_prompts)
-    arrays = _arrays(spans, spans.total, share.version, tempered)
+    arrays, trained = _arrays(spans, spans.total, share.version, tempered)
     line = {name: array.reshape(*array.shape[:-2], -1) for name, array in arrays.items()}
     line["predecessor_BT"], spread = layout.spread(line["predecessor_BT"])
     spread = dataclasses.replace(spread, runs=layout.runs(line["segments_BT"], line["branches_BT"]))
@@ -155,7 +148,7 @@ def _spread(
             line["feature_index_BT"], layout.device, outline.sizes, devices
         )
     rows = _onto_rows(line, layout, devices)
-    return spans, _train_batch(rows, vision, outline.sizes, rows_of(spread, devices)), layout
+    return spans, trained, _train_batch(rows, vision, outline.sizes, rows_of(spread, devices)), layout
 
 
 @functools.lru_cache(maxsize=1024)
@@ -200,6 +193,13 @@ def _zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
+_FLOATS = (
+    "loss_weights_BT",
+    "advantages_BT",
+    "behaviour_logprobs_BT",
+    "reference_logprobs_BT",
+    "response_log_ratios_BT",
+)
 _PADDING = {"feature_index_BT": -1, "lags_BT": -1, "temperatures_BT": 1.0}  # other fields: 0
 
 
@@ -228,15 +228,14 @@ def span_cells(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.
     return np.repeat(starts, lengths) + within, within
 
 
-def _arrays(spans: Spans, tokens_per_row: int, version: int, tempered: bool) -> dict[str, np.ndarray]:
+def _arrays(
+    spans: Spans, tokens_per_row: int, version: int, tempered: bool
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Returns the arrays of a microbatch by field name, with all shards' rows in one stack `[rows, T]` (positions: `[3,
-    rows, T]`)."""
+    rows, T]`), and the cells of all response tokens that are trained on, response after response."""
     total = spans.total
     arrays: dict[str, Any] = {name: np.zeros(total, np.int32) for name in ("tokens_BT", "segments_BT", "branches_BT")}
-    arrays |= {
-        name: np.zeros(total, np.float32) for name in ("loss_weights_BT", "advantages_BT", "behaviour_logprobs_BT")
-    }
-    arrays |= {name: np.zeros(total, np.float32) for name in ("reference_logprobs_BT", "response_log_ratios_BT")}
+    arrays |= {name: np.zeros(total, np.float32) for name in _FLOATS}
     arrays |= {name: np.full(total, -1, np.int32) for name in ("feature_index_BT", "lags_BT")}
     arrays["positions_3BT"] = np.zeros((3, total), np.int32)
     if tempered:
@@ -245,7 +244,7 @@ def _arrays(spans: Spans, tokens_per_row: int, version: int, tempered: bool) -> 
     arrays["predecessor_BT"] = np.maximum(column - 1, 0)
 
     if not spans.prompts:  # no row of this microbatch is on this process's devices
-        return _rows(arrays, tokens_per_row)
+        return _rows(arrays, tokens_per_row), np.zeros(0, np.int64)
     starts, segments, features = np.array(spans.prompts).T
     lengths = np.array([len(prompt) for prompt in spans.inputs])
     cells, _ = span_cells(starts, lengths)
@@ -282,7 +281,7 @@ def _arrays(spans: Spans, tokens_per_row: int, version: int, tempered: bool) -> 
         arrays["positions_3BT"][:, span] = inputs.positions_3T
         index = inputs.feature_index_T
         arrays["feature_index_BT"][span] = np.where(index >= 0, index + first, -1)
-    return _rows(arrays, tokens_per_row)
+    return _rows(arrays, tokens_per_row), cells[versions != ENVIRONMENT]
 
 
 def _rows(arrays: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:

@@ -49,11 +49,8 @@ class OwnPace:
     def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
         """Returns the microbatches, and the groups to which `Piece.item` refers. First come microbatches of all devices
         together, then microbatches of single devices. Microbatches of single devices are sorted by device, then by
-        decreasing work. A device may have no microbatch of its own.
-
-        With `packing.share_prompts` a group is one sequence, whose responses are branches behind one copy of the
-        prompt. A group that exceeds a device's row, or makes the work uneven, is cut into several sequences. Without
-        `packing.share_prompts` each response is a sequence.
+        decreasing work. A device may have no microbatch of its own. A group that exceeds a device's row, or makes the
+        work uneven, is cut into several pieces (`pieces_of`).
 
         Raises ConfigError, naming prompt and field, for a sequence or media that the devices of a sequence cannot hold.
         """
@@ -70,7 +67,10 @@ class OwnPace:
             fitting = [part for members in microbatches for part in _within(members, pieces, patches)]
             for members in sorted(fitting, key=lambda members: (-work[members].sum(), members)):
                 chosen, load = [pieces[i] for i in members], float(work[members].sum())
-                found.append(Part(groups, chosen, _on_one_device(chosen), self._room, frame, device, load))
+                lengths, squares = tuple(piece.tokens for piece in chosen), tuple(piece.squares for piece in chosen)
+                degrees, firsts = (1,) * len(chosen), (0,) * len(chosen)
+                plan = ShardPlan(1, lengths, squares, degrees, firsts, rounds(1, degrees, firsts))
+                found.append(Part(groups, chosen, plan, self._room, frame, device, load))
         return found
 
     def _deal(self, items: Sequence[Item]) -> tuple[list[Piece], np.ndarray, list[Microbatches]]:
@@ -109,8 +109,10 @@ class OwnPace:
             plan, taken = self._filled(part, shorter, frame)
             shorter = [piece for piece in shorter if piece not in taken]
             pieces = [*part.pieces, *taken]
-            plan, work = self._estimated(plan, pieces)
-            parts.append(Part(groups, pieces, plan, self._room, frame, work=work))
+            work = work_of(self._work_of, [piece._replace(patches=0, observed=0) for piece in pieces])
+            media = float((work_of(self._work_of, pieces) - work).sum()) / plan.num_devices
+            plan = dataclasses.replace(plan, work=tuple(work.tolist()))
+            parts.append(Part(groups, pieces, plan, self._room, frame, work=float(plan.compute().max()) + media))
         left: dict[int, list[int]] = {}
         for piece in shorter:
             left.setdefault(piece.item, []).extend(piece.responses)
@@ -178,19 +180,6 @@ class OwnPace:
         degrees, all_firsts = (*plan.degrees, *(1 for _ in taken)), (*plan.firsts, *firsts)
         packed = rounds(plan.num_devices, degrees, all_firsts)
         return ShardPlan(plan.num_devices, lengths, (0.0,) * len(lengths), degrees, all_firsts, packed), taken
-
-    def _estimated(self, plan: ShardPlan, pieces: Sequence[Piece]) -> tuple[ShardPlan, float]:
-        work = work_of(self._work_of, [piece._replace(patches=0, observed=0) for piece in pieces])
-        media = float((work_of(self._work_of, pieces) - work).sum()) / plan.num_devices
-        plan = dataclasses.replace(plan, work=tuple(work.tolist()))
-        return plan, float(plan.compute().max()) + media
-
-
-def _on_one_device(pieces: Sequence[Piece]) -> ShardPlan:
-    lengths = tuple(piece.tokens for piece in pieces)
-    degrees, firsts = (1,) * len(lengths), (0,) * len(lengths)
-    work = tuple(piece.squares for piece in pieces)
-    return ShardPlan(1, lengths, work, degrees, firsts, rounds(1, degrees, firsts))
 
 
 def _within(members: Sequence[int], pieces: Sequence[Piece], cap: int) -> list[list[int]]:

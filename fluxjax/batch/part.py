@@ -24,7 +24,7 @@ from sharding.spread.buffers import Layout, lay, size_cost
 from sharding.spread.route import ExchangeRoute, crossings, route
 from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
-from .share import PROMPT, Groups, Outline, Piece, Source, runs_bound
+from .share import PROMPT, Groups, Outline, Piece, Source, rounded, runs_of
 
 # Tokens that a device exports in a round of a degree above 1, at most. An exported token predicts a token of another
 # device. The last token of the device's chunk predicts the next chunk's first token. A prompt's last token in the chunk
@@ -103,7 +103,9 @@ class Part:
         if self._room.chunk:
             streams = [(members, round.degree) for round in self.plan.rounds for members in round.groups]
             share, pieces = self._room.share_prompts, self.pieces
-            sizes["runs"] = max(runs_bound([pieces[i] for i in members], share, n) for members, n in streams)
+            sizes["runs"] = max(
+                rounded(-(-runs_of([pieces[i] for i in members], share) // n)) for members, n in streams
+            )
         if self.media is None:
             return sizes
         # `media.needs` counts a feature once for each device that shows the feature, even if it crosses an axis only

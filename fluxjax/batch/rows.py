@@ -19,7 +19,7 @@ from sharding.spread.shapes import ShapeBook, Sizes
 
 from ..config import Config, ConfigError
 from .fitted import Fit, fit_rows, lengths_between
-from .share import Item, Outline, Piece, Row, TrainGroup, check, chunks_needed, most_chunks, patches_of, pieces_of
+from .share import Item, Outline, Piece, Row, TrainGroup, check, chunks_for, most_chunks, patches_of, pieces_of, runs_of
 
 # Least `packing.tokens_per_row`, in tokens, for fitted row lengths. In shorter rows, fitted lengths save less time than
 # their compilation takes.
@@ -106,7 +106,7 @@ class RowPacking:
         caps = {"rows": budget.rows[-1], "columns": budget.tokens_per_row}
         if self._most_chunks:
             rows = (row for shard in micro.shards for row in shard)
-            needs["chunks"] = max(chunks_needed(needs["columns"], row, self._share, self._chunk) for row in rows)
+            needs["chunks"] = chunks_for(needs["columns"], max(runs_of(row, self._share) for row in rows), self._chunk)
             caps["chunks"] = max(self._most_chunks, needs["chunks"])
         if self._vision is not None:
             # The vision tower's program accepts no empty buffer. Every buffer therefore holds the patches of at least
@@ -152,14 +152,11 @@ def packed(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget, share
 
     An item's patches count once for each shard that has rows of the item.
     """
-
-    def by_size() -> list[Row]:
-        return _first_fit(sorted(pieces, key=lambda piece: -piece.tokens), budget)
-
-    def in_turn() -> list[Row]:
-        return _chain(items, budget) if share_prompts else _first_fit(pieces, budget)
-
-    first, second = (by_size, in_turn) if share_prompts else (in_turn, by_size)
+    ways = [
+        lambda: _first_fit(sorted(pieces, key=lambda piece: -piece.tokens), budget),
+        lambda: _chain(items, budget) if share_prompts else _first_fit(pieces, budget),
+    ]
+    first, second = ways if share_prompts else ways[::-1]
     plan = _spread(first(), budget)
     if _cost(plan) <= _least_cells(items, budget, share_prompts) + budget.patches[0]:
         return plan  # the second heuristic can't be better

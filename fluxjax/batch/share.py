@@ -144,7 +144,8 @@ def pieces_of(
     items: Sequence[Item], longest: int, share_prompts: bool, responses: int = 0, patches: int = 0
 ) -> list[Piece]:
     """Returns the pieces of the items. Each piece is computed as one sequence. Without `share_prompts`, each response
-    is a piece. With `share_prompts`, a group is cut into pieces of at most `longest` tokens by first-fit-decreasing.
+    is a piece. With `share_prompts`, the responses of a piece are branches behind one copy of the prompt, and a group
+    is cut into pieces of at most `longest` tokens by first-fit-decreasing.
     The responses of a piece have at most `responses` tokens together (0: no limit). A piece has at most `patches`
     patches (0: no limit). If a single response exceeds these limits, its size becomes the limit of its group."""
     pieces: list[Piece] = []
@@ -175,11 +176,20 @@ def _held(item: Item, patches: int) -> list[tuple[int, ...]]:
     return first_fit(item.observed, patches - item.patches)
 
 
-def chunks_needed(columns: int, row: Sequence[Piece], share_prompts: bool, chunk: int) -> int:
-    """Returns the number of chunks, of `chunk` tokens each, in a row's table of runs (`PackedRuns`). The number
-    suffices for any lengths of the runs. With `share_prompts`, each prompt and each response is a run, else each
-    piece."""
-    return _chunks_of(columns, _runs(row, share_prompts), chunk)
+def runs_of(pieces: Sequence[Piece], share_prompts: bool) -> int:
+    """Returns the number of runs of these pieces in a table (`PackedRuns`). With `share_prompts`, each prompt and each
+    response is a run, else each piece."""
+    return sum(1 + len(piece.responses) if share_prompts else 1 for piece in pieces)
+
+
+def rounded(runs: int) -> int:
+    """Rounds a number of runs up to a power of two, since each number of chunks is a shape to compile."""
+    return 1 << max(runs - 1, 0).bit_length()
+
+
+def chunks_for(columns: int, runs: int, chunk: int) -> int:
+    """Returns the number of chunks, of `chunk` tokens each, that suffice for a row of `runs` runs of any lengths."""
+    return columns // chunk + max(columns // RUN_TOKENS, rounded(runs))
 
 
 def most_chunks(config: Config) -> int:
@@ -187,25 +197,7 @@ def most_chunks(config: Config) -> int:
     step."""
     columns, rollout = config.packing.tokens_per_row, config.rollout
     runs = min(columns, rollout.prompts_per_step * (1 + rollout.group_size))
-    return _chunks_of(columns, runs, chunk_size(columns))
-
-
-def runs_bound(pieces: Sequence[Piece], share_prompts: bool, devices: int = 1) -> int:
-    """Returns the number of runs for each of the `devices` that share these pieces, rounded up to a power of two."""
-    return _rounded(-(-_runs(pieces, share_prompts) // devices))
-
-
-def _runs(pieces: Sequence[Piece], share_prompts: bool) -> int:
-    return sum(1 + len(piece.responses) if share_prompts else 1 for piece in pieces)
-
-
-def _chunks_of(columns: int, runs: int, chunk: int) -> int:
-    return columns // chunk + max(columns // RUN_TOKENS, _rounded(runs))
-
-
-def _rounded(runs: int) -> int:
-    """Rounds a number of runs up to a power of two, since each number of chunks is a shape to compile."""
-    return 1 << max(runs - 1, 0).bit_length()
+    return chunks_for(columns, runs, chunk_size(columns))
 
 
 def first_fit(sizes: Sequence[int], room: int) -> list[tuple[int, ...]]:
@@ -225,14 +217,9 @@ def first_fit(sizes: Sequence[int], room: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(part)) for part in parts]
 
 
-class Filled(NamedTuple):
-    """The use of a microbatch's buffers, over all devices: tokens and cells of the token buffers, patches and cells of
-    the patch buffers."""
-
-    tokens: int
-    token_cells: int
-    patches: int
-    patch_cells: int
+# The use of a microbatch's buffers, over all devices: tokens, cells of the token buffers, patches, cells of the patch
+# buffers.
+Filled: TypeAlias = tuple[int, int, int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,7 +267,7 @@ class Outline:
         cells = self.num_devices * self.sizes.get("rows", 1) * self.sizes["columns"]
         patch_cells = self.num_devices * self.sizes.get("patches", 0)
         patches = sum(map(patches_of, by_home.values()))
-        return Filled(sum(piece.tokens for piece in pieces), cells, patches, patch_cells)
+        return sum(piece.tokens for piece in pieces), cells, patches, patch_cells
 
     def of(self, shards: range) -> Outline:
         """Returns the outline for a process with these devices. Without a plan, the outline has the rows of these

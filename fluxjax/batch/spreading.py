@@ -53,11 +53,7 @@ class Spreading:
     def parts(self, groups: Sequence[TrainGroup]) -> list[Part]:
         """Returns as few microbatches as the devices' memory allows, each with one row a device. A step that fits no
         compiled program gets a new program. But once `ShapeBook.settled` is True, the step gets one more microbatch
-        instead, if its parts then fit compiled programs.
-
-        With `packing.share_prompts` a group is one sequence, whose responses are branches behind one copy of the
-        prompt. Otherwise each response is a sequence. Raises ConfigError if no plan exists.
-        """
+        instead, if its parts then fit compiled programs. Raises ConfigError if no plan exists."""
         room, frame = self._room, common_bound(shown for group in groups for shown in group.shown)
         # A group that exceeds `degree` devices is cut into pieces, and each piece computes the group's prompt again.
         longest, patches = room.tokens * self.degree, room.whole_patches * replica_size(self._num_devices)

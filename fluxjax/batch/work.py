@@ -74,12 +74,16 @@ def model_sizes(config: Config, text: TextConfig, vision: VisionConfig | None = 
         mlp=text.intermediate_size,
         vocabulary=text.vocab_size,
         value_bytes=value_bytes,
-        other_flops=_other_flops(text),
         state_layers=len(text.delta_layers),
     )
     if (heads := text.delta) is not None:
         floats = heads.value_heads * (2 + heads.value_size)  # gates and outputs, which are float32
-        decoder = dataclasses.replace(decoder, state_bytes=float(heads.channels * value_bytes + 4 * floats))
+        values = heads.value_heads * heads.value_size
+        inner = text.hidden_size * (heads.channels + 2 * values + 2 * heads.value_heads + 3 * text.intermediate_size)
+        gates = len(text.attention_layers) * text.hidden_size * text.num_heads * text.head_dim
+        flops = 2.0 * (gates + len(text.delta_layers) * inner) + _state_flops(text)
+        sent = float(heads.channels * value_bytes + 4 * floats)
+        decoder = dataclasses.replace(decoder, other_flops=flops, state_bytes=sent)
     if vision is None:
         return decoder
     return dataclasses.replace(
@@ -92,15 +96,6 @@ def model_sizes(config: Config, text: TextConfig, vision: VisionConfig | None = 
         patch_values=vision.patch_values,
         patches_per_token=vision.merge_unit,
     )
-
-
-def _other_flops(text: TextConfig) -> float:
-    if (heads := text.delta) is None:
-        return 0.0
-    gates = len(text.attention_layers) * text.hidden_size * text.num_heads * text.head_dim
-    values = heads.value_heads * heads.value_size
-    projections = text.hidden_size * (heads.channels + 2 * values + 2 * heads.value_heads + 3 * text.intermediate_size)
-    return 2.0 * (gates + len(text.delta_layers) * projections) + _state_flops(text)
 
 
 def _state_flops(text: TextConfig) -> float:

@@ -52,18 +52,24 @@ class ImportanceLevel(enum.Enum):
     SEQUENCE = "sequence"  # the mean log-ratio of a response, for all of its tokens (geometric mean)
 
 
-@dataclasses.dataclass(slots=True)
-class SynchronousConfig(Chosen):
-    """Generation and training take turns, strictly on-policy."""
+class PolicyConfig(Chosen):
+    """The base of the sections of scheduling policies."""
+
+    __slots__ = ()
 
     @property
     def staleness_limit(self) -> int | None:
         """The most versions that a trained token may be behind; None: the scheduling policy sets no bound."""
-        return None
+        return getattr(self, "max_staleness", None)
 
 
 @dataclasses.dataclass(slots=True)
-class TailBatchingConfig(Chosen):
+class SynchronousConfig(PolicyConfig):
+    """Generation and training take turns, strictly on-policy."""
+
+
+@dataclasses.dataclass(slots=True)
+class TailBatchingConfig(PolicyConfig):
     """Prompts with long answers wait for rounds in which no response is cut off. With the defaults, runs learned as
     well as with synchronous training; the values of Flexes are 1.25, 1.25 and 0 (`docs/log.md`)."""
 
@@ -78,19 +84,15 @@ class TailBatchingConfig(Chosen):
 
 
 @dataclasses.dataclass(slots=True)
-class AprilConfig(Chosen):
+class AprilConfig(PolicyConfig):
     """More prompts than needed are under way; unfinished responses go on in the next round."""
 
     oversample: float = within(1.5, "[1, 8]")  # prompts under way for each prompt that a step needs
     max_staleness: int = not_negative(4)  # versions; a group that began earlier loses its tokens and starts afresh
 
-    @property
-    def staleness_limit(self) -> int | None:
-        return self.max_staleness
-
 
 @dataclasses.dataclass(slots=True)
-class AdaptiveAsyncConfig(Chosen):
+class AdaptiveAsyncConfig(PolicyConfig):
     """Generation runs ahead of training, as far as staleness allows (Flux, component 1)."""
 
     max_staleness: int = not_negative(4)  # versions; older tokens are never trained on
@@ -107,10 +109,6 @@ class AdaptiveAsyncConfig(Chosen):
     prefer: tuple[str, ...] = bounded(
         (), lambda value: set(value) <= set(PREFERENCES), f"have only names among {', '.join(PREFERENCES)}"
     )
-
-    @property
-    def staleness_limit(self) -> int | None:
-        return self.max_staleness
 
 
 Policy = SynchronousConfig | TailBatchingConfig | AprilConfig | AdaptiveAsyncConfig
@@ -234,10 +232,6 @@ class AlgorithmConfig(Section):
         self.name = name
         for field, value in OWN_SETTINGS.get(name, {}).items():
             setattr(self, field, value)
-
-    def renews_reference(self, version: int) -> bool:
-        """Returns True if the weights of this version become the reference after their training step."""
-        return self.kl_coefficient > 0 and self.reference_every > 0 and version % self.reference_every == 0
 
     @property
     def relative(self) -> bool:

@@ -272,8 +272,8 @@ def _by_source(parts: Sequence[str]) -> dict[str, RunSchedule]:
 
 
 _CALL = re.compile(r"(\w+)\s*\((.*)\)")
-_GAINS = {"kp": 0.1, "ki": 0.01, "kd": 0.05}  # the gains of Flux
-_PID = ("metric", "target", "low", "high", "start", *_GAINS)  # `start`: the first value, by default `(low + high) / 2`
+GAINS = {"kp": 0.1, "ki": 0.01, "kd": 0.05}  # the gains of Flux
+_PID = ("metric", "target", "low", "high", "start", *GAINS)  # `start`: the first value, by default `(low + high) / 2`
 
 
 def _number(text: str) -> float:
@@ -319,8 +319,8 @@ def _pid(arguments: Sequence[str]) -> Pid:
     if missing := [name for name in ("metric", "target", "low", "high") if not given.get(name)]:
         raise ValueError(f"pid needs {', '.join(missing)}")
     metric = given.pop("metric")
-    numbers = _GAINS | {name: _number(value) for name, value in given.items()}
-    gains = [numbers[name] for name in _GAINS]
+    numbers = GAINS | {name: _number(value) for name, value in given.items()}
+    gains = [numbers[name] for name in GAINS]
     if min(gains) < 0 or not any(gains):
-        raise ValueError(f"pid needs {', '.join(_GAINS)} of at least 0, and not all of them 0")
+        raise ValueError(f"pid needs {', '.join(GAINS)} of at least 0, and not all of them 0")
     return Pid(**{"start": 0.5 * (numbers["low"] + numbers["high"]), **numbers}, metric=metric)

@@ -1,17 +1,11 @@
 """Decides the next actions of a run, as a pure state machine: see `machine.py`. Each policy is a file in
 `policies/`."""
 
-from .ledger import CoordinatorError, Ledger, PromptStage
-from .machine import Coordinator, SchedulingPolicy, Settings
-from .policies.rounds import EngineLost, Synchronous
-
-__all__ = [
-    "Coordinator",
-    "CoordinatorError",
-    "EngineLost",
-    "Ledger",
-    "PromptStage",
-    "SchedulingPolicy",
-    "Settings",
-    "Synchronous",
-]
+from .ledger import CoordinatorError as CoordinatorError
+from .ledger import Ledger as Ledger
+from .ledger import PromptStage as PromptStage
+from .machine import Coordinator as Coordinator
+from .machine import SchedulingPolicy as SchedulingPolicy
+from .machine import Settings as Settings
+from .policies.rounds import EngineLost as EngineLost
+from .policies.rounds import Synchronous as Synchronous

@@ -171,8 +171,6 @@ class ParallelismPlanner:
     def next(self, preemptions: int) -> int:
         """Returns the degree for the next step, after a step with `preemptions` preemptions in all engines together.
         The first step never doubles the degree."""
-        if preemptions < 0:
-            raise ValueError(f"the preemptions of a step must not be negative, got {preemptions}")
         before, self._before = self._before, preemptions
         self._calm = 0 if preemptions else self._calm + 1
         wanted = self.degree

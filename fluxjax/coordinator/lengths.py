@@ -64,11 +64,6 @@ _DENSE = 8
 FEATURES = _DENSE + WORDS
 
 
-def _prior_variances(intercept: float, dense: float, words: float) -> np.ndarray:
-    """Returns f64[FEATURES], from standard deviations of the weights in ln(tokens) per unit of the feature."""
-    return np.array([intercept] + [dense] * (_DENSE - 1) + [words] * WORDS) ** 2
-
-
 class Level:
     """A recursive ridge regression of ln(length) on `features`, with the variances of ln(length) `within` and `between`
     prompts. A level covers all sources, or one source; a source's `parent` is the level of all sources. Sufficient
@@ -77,7 +72,9 @@ class Level:
 
     def __init__(self, parent: Level | None = None) -> None:
         self._parent = parent
-        prior = _prior_variances(2.0, 0.5, 0.05) if parent is None else _prior_variances(1.5, 0.3, 0.05)
+        # Standard deviations of the weights, in ln(tokens) per unit of the feature.
+        intercept, dense, words = (2.0, 0.5, 0.05) if parent is None else (1.5, 0.3, 0.05)
+        prior = np.array([intercept] + [dense] * (_DENSE - 1) + [words] * WORDS) ** 2
         self._precision = np.diag(1 / prior)  # the inverse prior variances of the weights
         self.gram = np.zeros((FEATURES, FEATURES))
         self.moment = np.zeros(FEATURES)
@@ -197,31 +194,17 @@ def _standard(mu: float, sigma: float, tokens: float) -> float:
     return (math.log(tokens) - mu) / sigma if tokens else -math.inf
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Censored:
-    """A response that has more than a given number of tokens, as the Tobit model sees it (natural log units). The
-    observation `working`, with the weight `information`, moves an estimate of mu as the censored response does (one
-    Newton step). `mean` and `variance` are the moments of ln(length), given the censored response."""
-
-    working: float
-    information: float  # in units of one finished response, at most 1
-    mean: float
-    variance: float
-
-
-def censored(mu: float, sigma: float, tokens: int) -> Censored:
-    """Returns the information in `tokens` tokens of an unfinished response; for few tokens `information` is nearly
-    0."""
+def censored(mu: float, sigma: float, tokens: int) -> tuple[float, float, float, float]:
+    """Returns (working, information, mean, variance) for an unfinished response of `tokens` tokens, as the Tobit model
+    sees it. The observation `working` of ln(length), with the weight `information`, moves an estimate of mu as the
+    response does (one Newton step). A finished response has the weight 1; for few tokens the weight is nearly 0. `mean`
+    and `variance` are the moments of ln(length), given the response."""
     z = (math.log(max(tokens, 1)) - mu) / sigma
     # Density(z) / P(Z > z), which is also E[Z | Z > z] (inverse Mills ratio).
     ratio = math.sqrt(2 / math.pi) / float(erfcx(z / math.sqrt(2)))
     ahead = ratio - z
-    return Censored(
-        working=mu + sigma / ahead,
-        information=min(1.0, ratio * ahead),
-        mean=mu + sigma * ratio,
-        variance=sigma * sigma * max(0.0, 1 - ratio * ahead),
-    )
+    information = min(1.0, ratio * ahead)
+    return mu + sigma / ahead, information, mu + sigma * ratio, sigma * sigma * max(0.0, 1 - ratio * ahead)
 
 
 _HISTORY = 0.5  # weight of an earlier epoch's responses relative to the next epoch's
@@ -259,8 +242,6 @@ class LengthPredictor:
     on time, unless some predictions are made while responses run."""
 
     def __init__(self, limit: int = 0) -> None:
-        if limit < 0:
-            raise ValueError(f"limit is {limit} tokens; it must be at least 0")
         self.limit = limit
         # (draw, sample, ...) of responses that are not entered yet
         self._observed: list[tuple[int, int, Prompt, int, bool]] = []
@@ -290,8 +271,6 @@ class LengthPredictor:
     def observe(self, prompt: Prompt, length: int, finished: bool = True, sample: int = 0) -> None:
         """Notes response number `sample` of a draw, with `length` tokens. A response that is not `finished` was stopped
         early, and counts as a censored observation. A response that fills `limit` counts as unfinished, too."""
-        if length < 0:
-            raise ValueError(f"prompt {prompt.source}/{prompt.id}: a response can't have {length} tokens")
         self._observed.append((prompt.draw, sample, prompt, length, finished))
 
     def _enter_observed(self) -> None:
@@ -313,10 +292,9 @@ class LengthPredictor:
             within = (y - known.total / n) ** 2 * n / (n + 1) if n else None
             residual = (y - fixed) ** 2
         else:
-            tail = censored(mu, sigma, length)
-            expected, y, weight = tail.mean, tail.working, tail.information
-            within = level.within * ((expected - mu) ** 2 + tail.variance) / sigma**2 if n else None
-            residual = (expected - fixed) ** 2 + tail.variance
+            y, weight, expected, spread = censored(mu, sigma, length)
+            within = level.within * ((expected - mu) ** 2 + spread) / sigma**2 if n else None
+            residual = (expected - fixed) ** 2 + spread
         # The regression's own uncertainty is no variance of the responses.
         residual *= (level.within + level.between) / (level.within + level.between + variance)
         known.count, known.total, known.fixed = known.count + weight, known.total + weight * y, fixed

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, TypeVar, runtime_checkable
 
-from ..base.types import Group, Prompt, Response, SavedState, State
+from ..base.types import Group, Prompt, SavedState, State
 from ..config.schedules import RunSchedule
 from . import messages
 from .engine_states import EngineStates, Pace, ParallelismPlanner
@@ -117,11 +117,6 @@ class Coordinator:
         for group in sorted(scored, key=lambda group: group.prompt.draw):
             for schedule in self.schedules.values():
                 schedule.observe_group(group)
-
-    def next_turn(self, response: Response) -> messages.Turn:
-        """Returns the next turn of a response whose environment has answered, on the engine of its earlier turns."""
-        entry = self.ledger.entries[response.draw]
-        return messages.Turn(entry.prompt, response, entry.engine)
 
     @property
     def evaluated_step(self) -> int:

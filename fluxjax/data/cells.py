@@ -149,7 +149,8 @@ def read_slots(file: pq.ParquetFile, group: int, column: str) -> pa.Array:
     fields = {field.name for field in item} if pa.types.is_struct(item) else set()
     if is_text(item) or item == pa.null():
         return _slots(file.read_row_group(group, columns=[column]).column(0))
-    leaves = _leaves(file, group, column)
+    names = (file.metadata.row_group(group).column(n).path_in_schema for n in range(file.metadata.num_columns))
+    leaves = {name: n for n, name in enumerate(names) if name == column or name.startswith(f"{column}.")}
     embedded = _present(file, group, leaves, "bytes" if fields else column)
     if "path" in fields:
         paths = [leaf for leaf in leaves if leaf.endswith(".path")]
@@ -162,12 +163,6 @@ def read_slots(file: pq.ParquetFile, group: int, column: str) -> pa.Array:
         return pa.array([[EMBEDDED]] * rows, SLOTS)
     batches = file.iter_batches(_ROWS, row_groups=[group], columns=[column])
     return pa.concat_arrays([_slots(batch.column(0)) for batch in batches])
-
-
-def _leaves(file: pq.ParquetFile, group: int, column: str) -> dict[str, int]:
-    metadata = file.metadata.row_group(group)
-    names = [metadata.column(index).path_in_schema for index in range(metadata.num_columns)]
-    return {name: index for index, name in enumerate(names) if name == column or name.startswith(f"{column}.")}
 
 
 def _present(file: pq.ParquetFile, group: int, leaves: dict[str, int], name: str) -> int | None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -82,28 +80,16 @@ class ThreadDecoders:
 
     def __init__(self, settings: MediaSettings) -> None:
         self.settings = settings
-        self._lock = threading.Lock()
-        self._load = PoolLoad()
 
     def decode(self, job: DecodeJob, keep: Keep, *, urgent: bool = False) -> Medium:
         """Decodes a job and returns its medium. Raises MediaError, MemoryError, and the errors of `keep`."""
-        self._count(busy=1)
-        begin = time.monotonic()
-        try:
-            medium, patches = decoded(self.settings, job)
-        finally:
-            self._count(busy=-1, seconds=time.monotonic() - begin)
+        medium, patches = decoded(self.settings, job)
         for number, part in enumerate(job.slices(medium, self.settings).cut(patches), job.first):
             keep(medium, number, part)
         return medium
 
-    def _count(self, busy: int, seconds: float = 0.0) -> None:
-        with self._lock:
-            now = self._load
-            self._load = now._replace(busy=now.busy + busy, seconds=now.seconds + seconds)
-
     def load(self) -> PoolLoad:
-        return self._load
+        return PoolLoad()
 
     def close(self) -> None: ...
 

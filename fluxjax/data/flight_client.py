@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from models.processing.media import MediaSettings
 from models.shadow import Rows
 
 from ..base.errors import DataError
-from .flight_wire import MOST_ANSWER, PROTOCOL, BadQuestion, patches_of, range_words, ref_words, told_error
+from .flight_wire import MOST_ANSWER, PROTOCOL, BadQuestion, patches_of, told_error
 from .tickets import MediaRef, Ticket
 
 _OPTIONS = [
@@ -72,12 +73,12 @@ class FlightPlace:
     def look(self, ref: MediaRef, seconds: float) -> Ticket:
         """Asks for the ticket of a medium. Raises MediaError if the medium can't be used."""
         with self._translated():
-            return Ticket.parse(self._ask("look", seconds, ref=ref_words(ref))["ticket"])
+            return Ticket.parse(self._ask("look", seconds, ref=dataclasses.astuple(ref))["ticket"])
 
     def fetch(self, rows: Sequence[Rows], seconds: float) -> list[np.ndarray]:
         """Returns the patches `[P, 3, n]` (uint8) of each of `rows`. The rows must respect `MOST_RANGES` and
         `MOST_BATCH`. Raises MediaError for media that can't be used, and StaleTicket for a file that has changed."""
-        question = flight.Ticket(self._question(ranges=range_words(rows)))
+        question = flight.Ticket(self._question(ranges=[dataclasses.astuple(piece) for piece in rows]))
         with self._translated():
             chunks = self._client.do_get(question, self._bounds(seconds))
             slices = []

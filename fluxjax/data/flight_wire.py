@@ -9,7 +9,7 @@ patch. An error carries the name of its kind, so that the client raises the same
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -71,10 +71,6 @@ def told_error(info: bytes) -> Exception | None:
     return known(path, reason) if issubclass(known, MediaError) else known(reason)
 
 
-def ref_words(ref: MediaRef) -> list[str]:
-    return [ref.kind, ref.path, ref.stamp, ref.cell]
-
-
 def read_ref(words: Any) -> MediaRef:
     """Reads a question's reference of a medium. Raises BadQuestion if `words` are no reference."""
     whole = isinstance(words, list) and len(words) == 4 and all(isinstance(word, str) for word in words)
@@ -94,10 +90,6 @@ def read_object(body: bytes | memoryview) -> Mapping[str, Any]:
     if not isinstance(question, dict):
         raise BadQuestion("the question is not a JSON object")
     return question
-
-
-def range_words(rows: Sequence[Rows]) -> list[list[Any]]:
-    return [[piece.ticket, piece.start, piece.stop] for piece in rows]
 
 
 def read_ranges(words: Any) -> list[Rows]:

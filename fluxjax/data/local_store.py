@@ -46,7 +46,6 @@ class StoreStats:
     queue_depth: int = 0  # media that wait to be decoded
     busy_workers: int = 0
     killed_workers: int = 0
-    decode_seconds: float = 0.0  # seconds of all workers together
 
 
 class LocalStore:
@@ -110,7 +109,6 @@ class LocalStore:
                 queue_depth=load.waiting,
                 busy_workers=load.busy,
                 killed_workers=load.killed,
-                decode_seconds=load.seconds,
             )
 
     def close(self) -> None:

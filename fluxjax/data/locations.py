@@ -96,17 +96,14 @@ def reaching(url: str) -> Iterator[None]:
     except MemoryError:
         raise
     except ImportError as error:
-        raise OSError(f"{error}{_to_install(url)}") from error
+        from fsspec.registry import known_implementations
+
+        module = known_implementations.get(url.partition("://")[0], {}).get("class", "").partition(".")[0]
+        hint = f" (pip install {module})" if module not in ("", "fsspec") else ""
+        raise OSError(f"{error}{hint}") from error
     except Exception as error:  # each file system has errors of its own
         text = " ".join(str(error).split()) or type(error).__name__
         raise OSError(text) from error
-
-
-def _to_install(url: str) -> str:
-    from fsspec.registry import known_implementations
-
-    module = known_implementations.get(url.partition("://")[0], {}).get("class", "").partition(".")[0]
-    return f" (pip install {module})" if module not in ("", "fsspec") else ""
 
 
 def read(path: str) -> bytes:

@@ -122,7 +122,7 @@ class Materializer:
             data = shadow.materialize(self._fetch)
         except MediaError as error:  # a prompt that was answered can't be skipped any more
             raise DataError(f"{error}; media must stay as they are while a run trains on them") from error
-        ended, size = time.perf_counter(), sum(map(len, shadow.elsewhere)) * _row_bytes(shadow)
+        ended, size = time.perf_counter(), sum(map(len, shadow.elsewhere)) * shadow.nbytes // max(len(shadow), 1)
         self._note(began, ended, size)
         with self._lock:
             totals = self.totals
@@ -145,7 +145,3 @@ class _Task:
 def shadows_of(tree: object) -> list[ShadowTensor]:
     """Returns the shadows among the leaves of a pytree."""
     return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, ShadowTensor)]
-
-
-def _row_bytes(shadow: ShadowTensor) -> int:
-    return shadow.nbytes // max(len(shadow), 1)

@@ -121,8 +121,14 @@ class ServerComparison:
             return Finding(name, f"{self._folder} has no chat template", asked=False)
         decode = functools.partial(self._processor.decode, skip_special_tokens=False)
         for of_probe, probe in self._probes.items():
-            text = {"prompt": decode(probe.ids), "add_special_tokens": False}
-            body = {"messages": [_message(probe)]} if name == "template" else text
+            urls = [
+                (f"{kind}_url", f"data:{kind};base64,{base64.b64encode(data).decode()}") for kind, data in probe.media
+            ]
+            media = [{"type": kind, kind: {"url": url}} for kind, url in urls]
+            content = [*media, {"type": "text", "text": probe.text}] if media else probe.text
+            body: dict[str, Any] = {"prompt": decode(probe.ids), "add_special_tokens": False}
+            if name == "template":
+                body = {"messages": [{"role": "user", "content": content}]}
             theirs = (await self._client.ask("/tokenize", body))["tokens"]
             if theirs != probe.ids:
                 server, trainer = (f"{decode(ids)!r} {ids}" for ids in (theirs, probe.ids))
@@ -164,7 +170,8 @@ class ServerComparison:
             theirs = dumps.states(earlier, len(ours), len(probe.inputs))
         except (EngineError, OSError) as error:
             return unexplained._replace(detail=f"{unexplained.detail}; layers cannot be compared: {said(error)}")
-        gaps = [_relative(a_TD, b_TD) for a_TD, b_TD in zip(ours, theirs, strict=True)]
+        norm_T, pairs = functools.partial(np.linalg.norm, axis=-1), zip(ours, theirs, strict=True)
+        gaps = [float(np.mean(norm_T(a_TD - b_TD) / norm_T(a_TD))) for a_TD, b_TD in pairs]  # means over tokens
         beyond = [number for number, gap in enumerate(gaps) if not gap <= self._tolerance]  # NaN counts, too
         layer = beyond[0] if beyond else int(np.argmax(gaps))
         before = f"by {gaps[layer - 1]:.1e} before this layer" if layer else "which is the first layer"
@@ -249,19 +256,6 @@ def _differs(part: str, detail: str) -> Finding:
     return Finding(part, detail, next(fix for word, fix in FIXES.items() if word in part))
 
 
-def _relative(ours_TD: np.ndarray, theirs_TD: np.ndarray) -> float:
-    """Returns the norm of the difference of two hidden states divided by the norm of ours, as a mean over tokens."""
-    return float(np.mean(np.linalg.norm(ours_TD - theirs_TD, axis=-1) / np.linalg.norm(ours_TD, axis=-1)))
-
-
-def _message(probe: Probe) -> dict[str, Any]:
-    content = [
-        {"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}}
-        for kind, data in probe.media
-    ]
-    return {"role": "user", "content": [*content, {"type": "text", "text": probe.text}] if content else probe.text}
-
-
 def _part_of(tensor: str) -> tuple[int, int, str]:
     """Returns two numbers that sort tensors in the order of computation, and the name of the tensor's part."""
     if "visual" in tensor:
@@ -318,7 +312,10 @@ class TrainerSide:
         self.model, self.dtype, self._config = models.load(folder, jnp.float32), dtype, Config()
         self.params = models.split(self.model)[1]
         self._config.model.compute_dtype, self._config.packing.rows_per_device = DType(dtype), 1
-        self._gradients = functools.cache(self._gradients_of)
+        loss, mesh = find_algorithm(self._config.algorithm).token_loss, make_mesh(1)
+        self._gradients = functools.cache(  # by the temperature, and the ids that are never sampled
+            lambda *sampling: Gradients(self._config, self.model, TrainingPhase(loss, *sampling), mesh)
+        )
 
     def gap(self, answered: Sequence[Answered]) -> float:
         """Returns the mean absolute difference between the answers' log-probs and the trainer's, in nats. The trainer
@@ -338,7 +335,3 @@ class TrainerSide:
         ours = composition.of_responses(logprobs_of(composition, gradients, gradients.strategy.shard(self.params)))
         theirs = composition.of_responses([batch.behaviour_logprobs_BT for batch in composition.batches])
         return float(np.abs(ours - theirs).mean())
-
-    def _gradients_of(self, temperature: float, never_sampled: tuple[int, ...]) -> Gradients:
-        phase = TrainingPhase(find_algorithm(self._config.algorithm).token_loss, temperature, never_sampled)
-        return Gradients(self._config, self.model, phase, make_mesh(1))

@@ -47,7 +47,7 @@ class StepWatch:
 
     def __init__(self) -> None:
         self._stages: list[HostStage] = []
-        self._agreed = 0.0  # time at which all processes agreed on the step's programs
+        self.agreed_at = 0.0  # time at which all processes agreed on the step's programs
         self.at = "its programs"  # what this process does: a stage, or this text between stages
         self._waited = 0.0
 
@@ -65,10 +65,6 @@ class StepWatch:
             yield
         self._waited += time.perf_counter() - start
 
-    def agreed(self) -> None:
-        """Notes that all processes are about to run the step's programs."""
-        self._agreed = time.perf_counter()
-
     def status(self, process: int, step: int, idle: float | None) -> HostStatus:
         """Returns the measurements of the finished step, and begins to measure the next step."""
         now = time.perf_counter()
@@ -82,7 +78,7 @@ class StepWatch:
             memory_bytes=resident_bytes(),
             device_memory_bytes=max(stat.get("peak_bytes_in_use", 0) for stat in stats),
             step=step,
-            stages=(*stages, HostStage("train", self._agreed, now)),
+            stages=(*stages, HostStage("train", self.agreed_at, now)),
             wait_seconds=waited,
             idle=idle,
         )
@@ -156,7 +152,7 @@ class Gang(Team):
             mine = fingerprint(self._config, compositions)
             if self.process:
                 self._links.send(0, *encode(Value(mine)))
-                self.watch.agreed()
+                self.watch.agreed_at = time.perf_counter()
                 return
             for process in range(1, self.processes):
                 if (theirs := self._value_of(process)) != mine:
@@ -165,7 +161,7 @@ class Gang(Team):
                         "processes with the same command, release, and versions of JAX"
                     )
                     self._links.check()
-        self.watch.agreed()
+        self.watch.agreed_at = time.perf_counter()
         self._progress.end()
 
     def decided(self, value: Any, decide: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
@@ -198,7 +194,9 @@ class Gang(Team):
         self._stepped, self._stepped_at = self._number, time.perf_counter()
         status = self.watch.status(self.process, self._number, idle)
         self._know(status)
-        log.info("%s", step_line(status))
+        stages = ", ".join(f"{stage.name} {stage.end - stage.start:.3f} s" for stage in status.stages)
+        memory = status.memory_bytes / 1e9
+        log.info("step %d: %s, waited %.3f s, %.2f GB", status.step, stages, status.wait_seconds, memory)
         if self.process:
             self._links.send(0, *encode(told_status(status, self._stepped_at)))
 
@@ -230,12 +228,6 @@ def shifted(status: HostStatus, seconds: float) -> HostStatus:
     """Returns the status with its times `seconds` later."""
     stages = tuple(HostStage(stage.name, stage.start + seconds, stage.end + seconds) for stage in status.stages)
     return dataclasses.replace(status, stages=stages)
-
-
-def step_line(status: HostStatus) -> str:
-    """Returns the line about a step for the log of a process."""
-    stages = ", ".join(f"{stage.name} {stage.end - stage.start:.3f} s" for stage in status.stages)
-    return f"step {status.step}: {stages}, waited {status.wait_seconds:.3f} s, {status.memory_bytes / 1e9:.2f} GB"
 
 
 def told_status(status: HostStatus, end: float) -> Status:

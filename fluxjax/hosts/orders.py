@@ -189,12 +189,19 @@ def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told
             observed = [(k, _told_observed(group.observed[k], place_of)) for k in numbers if k in group.observed]
             groups.append((draw, media, group.weights.tobytes(), advantages_GU.tobytes(), numbers, observed))
             responses += [data[k] for k in numbers]
-        else:
-            groups.append(_told_sizes(group))
+        else:  # the arguments of `_sizes`: of the prompt, of all responses, and of the responses with media
+            observed = [(k, _told_shown(inputs)) for k, inputs in group.observed.items()]
+            groups.append((_told_shown(group.inputs), group.item.responses, observed))
+    micros: list[Sequence[Any]] = []  # the arguments of `_outline`
+    for outline in share.micros:
+        plan = outline.plan if outline.shards else None
+        planned = None if plan is None else (plan.num_devices, plan.lengths, plan.degrees, plan.firsts)
+        pieces = [[[piece[:2] for piece in row] for row in shard] for shard in outline.shards]
+        micros.append((pieces, outline.sizes, outline.coming, planned, outline.owner, outline.work))
     return {
         "shards": [share.shards.start, share.shards.stop],
         "version": share.version,
-        "micros": [_told_outline(outline) for outline in share.micros],
+        "micros": micros,
         "items": list(share.groups),
         "groups": groups,
     }, responses
@@ -257,13 +264,6 @@ def _columns(
     return Columns(draw, numbers_G4, advantages_GU, tuple(data_G)), at
 
 
-def _told_outline(outline: Outline) -> tuple[Any, ...]:
-    plan = outline.plan if outline.shards else None
-    planned = None if plan is None else (plan.num_devices, plan.lengths, plan.degrees, plan.firsts)
-    pieces = [[[piece[:2] for piece in row] for row in shard] for shard in outline.shards]
-    return pieces, outline.sizes, outline.coming, planned, outline.owner, outline.work
-
-
 def _outline(
     pieces: Sequence[Any], sizes: Sizes, coming: Sizes | None, planned: Sequence[Any] | None, *of: Any
 ) -> Outline:
@@ -308,13 +308,6 @@ def _observed(
     patches = ShadowTensor(rows, (values,), np.dtype(np.float32))
     vision = VisionInput(patches, patch_positions.reshape(-1, 2), *segments)
     return ModelInput(tokens_T, positions.reshape(3, -1), feature_index_T, next_position, vision)
-
-
-def _told_sizes(group: TrainGroup) -> Sequence[Any]:
-    """Returns the arguments of `_sizes`: the sizes of the prompt, each response's tokens, and the sizes of the
-    responses with media, each behind its index."""
-    observed = [(k, _told_shown(inputs)) for k, inputs in group.observed.items()]
-    return _told_shown(group.inputs), group.item.responses, observed
 
 
 def _told_shown(inputs: PromptInput) -> tuple[int, Sequence[Sequence[int]], Sequence[int]]:

@@ -45,6 +45,10 @@ class ValueGradients(Gradients):
         return loss, Tally({**sums, "loss": loss, "trained_tokens": jnp.sum(trained_BT, dtype=jnp.float32)}, {})
 
 
+def token_loss(values_BT: Array, _: Array, batch: TrainBatch, cfg: AlgorithmConfig) -> tuple[Array, dict[str, Array]]:
+    return value_loss(values_BT, batch)
+
+
 class Critic(Learner):
     """The learner of the critic's weights. The learner is abstract, and takes no memory, until `begin` or
     `load_state`."""
@@ -64,13 +68,6 @@ class Critic(Learner):
         optim = dataclasses.replace(config.optim, lr=config.critic.lr)
         # All weights of the critic are trained, even if the policy trains adapters only.
         critic_config = dataclasses.replace(config, optim=optim, lora=LoraConfig())
-
-        def token_loss(
-            values_BT: Array, _: Array, batch: TrainBatch, cfg: AlgorithmConfig
-        ) -> tuple[Array, dict[str, Array]]:
-            return value_loss(values_BT, batch)
-
-        self._value_loss = token_loss  # an attribute, because a new function in `restart` would compile programs again
         super().__init__(
             critic_config, value_model(policy), token_loss, mesh=mesh, links=links, materializer=materializer
         )
@@ -83,7 +80,7 @@ class Critic(Learner):
 
     def restart(self, steps: int) -> None:
         """Begins RL anew for `steps` training steps with the present weights."""
-        self.reset(self._value_loss, steps=steps * self.config.algorithm.updates)
+        self.reset(token_loss, steps=steps * self.config.algorithm.updates)
 
     def update(self, grads: Params, tally: Tally, *, last: bool = True) -> dict[str, float]:
         """Makes an optimizer step, as `Learner.update` does. Metrics are `loss`, `lr`, `grad_norm` before clipping,

@@ -96,10 +96,6 @@ class Gradients:
         """Cancels compilations that have not begun."""
         self._background.shutdown(wait=False, cancel_futures=True)
 
-    def on_mesh(self, params: Params) -> Params:
-        """Moves parameters from another mesh to this mesh."""
-        return self.strategy.shard(params)
-
     def bring(self, outcome: Outcome) -> Outcome:
         """Moves an outcome of `accumulate` from another mesh to this mesh."""
         grads, tally = outcome

@@ -420,11 +420,8 @@ def lora_of(config: Config) -> models.Lora | None:
 def fingerprint(params: Params, mesh: Mesh) -> Array:
     """Returns a number for each of W arrays of weights, `[W]` uint32, on every device. A changed bit of an array
     changes the array's number."""
-    return jax.jit(_fingerprints, out_shardings=NamedSharding(mesh, P()))(params)
-
-
-def _fingerprints(params: Params) -> Array:
-    return jnp.stack([_of(weight) for weight in jax.tree.leaves(params)])
+    of_all = jax.jit(lambda weights: jnp.stack([*map(_of, weights)]), out_shardings=NamedSharding(mesh, P()))
+    return of_all(jax.tree.leaves(params))
 
 
 def _of(weight: Array) -> Array:

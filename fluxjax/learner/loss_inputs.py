@@ -131,7 +131,9 @@ def with_importance(
     if importance.normalize:
         lags = composition.of_responses([batch.lags_BT for batch in batches], np.int32)
         weights = np.exp(log_weight(ratios, lags, importance)[0])
-        mean = _mean(weights, team) or 1.0  # 0 if all tokens are masked
+        parts = team.exchange((float(weights.sum()), len(weights)))
+        total, count = sum(part[0] for part in parts), sum(part[1] for part in parts)
+        mean = np.float64(total / count) or 1.0  # 0 if all tokens are masked
     advantages_BT = [(batch.advantages_BT / mean).astype(np.float32) for batch in batches]
     return composition.replaced({"response_log_ratios_BT": ratios_BT, "advantages_BT": advantages_BT})
 
@@ -142,14 +144,6 @@ def _means(values: np.ndarray, composition: Composition, team: Team) -> np.ndarr
 
     sums = {"values": composition.summed(values), "tokens": composition.lengths}
     return by_response(team, [composition], [sums], mean)[0]["mean"]
-
-
-def _mean(values: np.ndarray, team: Team) -> np.float64:
-    def mean(parts: Sequence[tuple[float, int]]) -> Sequence[float]:
-        total, count = (sum(numbers) for numbers in zip(*parts, strict=True))
-        return [total / count] * len(parts)
-
-    return np.float64(team.decided((float(values.sum()), len(values)), mean))
 
 
 def by_response(

@@ -205,7 +205,9 @@ class PolicyTrainer:
             whole = joined(place.gradients, [early, rest])
             assert whole.outcome is not None
             metrics = self._learner.update(*whole.outcome)
-        self._renew_reference()
+        if self._config.algorithm.reference_every and self._models.renew_reference():
+            for lent in self._lent.values():
+                lent.reference = lent.gradients.strategy.shard(self._learner.params)
         return whole, metrics
 
     def _update(self, parts: Sequence[Portion], compositions: Sequence[Composition], place: _Place) -> dict[str, float]:
@@ -325,11 +327,6 @@ class PolicyTrainer:
         portion.size = normaliser(lengths, settings.loss_aggregation, self._config.rollout.max_new_tokens)
         return portion
 
-    def _renew_reference(self) -> None:
-        if self._config.algorithm.reference_every and self._models.renew_reference():
-            for place in self._lent.values():
-                place.reference = place.gradients.on_mesh(self._learner.params)
-
     def _place(self, engines: Sequence[int] = ()) -> _Place:
         learner = self._learner
         devices = tuple(dict.fromkeys(device for number in engines for device in self._engines[number].devices))
@@ -337,12 +334,12 @@ class PolicyTrainer:
             return _Place(learner.gradients, self._composer, learner.params, learner.version, self._models.reference)
         if devices not in self._lent:
             lent = learner.gradients.on(devices)
-            reference = self._models.reference and lent.on_mesh(self._models.reference)
-            composer, params = self._composer.on(len(devices)), lent.on_mesh(learner.params)
+            reference = self._models.reference and lent.strategy.shard(self._models.reference)
+            composer, params = self._composer.on(len(devices)), lent.strategy.shard(learner.params)
             self._lent[devices] = _Place(lent, composer, params, learner.version, reference)
         place = self._lent[devices]
         if place.version != learner.version:
-            place.params, place.version = place.gradients.on_mesh(learner.params), learner.version
+            place.params, place.version = place.gradients.strategy.shard(learner.params), learner.version
         return place
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -94,35 +93,28 @@ class ReplayBuffer:
 
     def state_dict(self) -> State:
         """Returns responses, rewards and draws as JSON values. The state has no prompts."""
-        return {"groups": [_to_json(self._kept[draw]) for draw in sorted(self._kept)]}
+        groups: list[State] = []
+        for draw, kept in sorted(self._kept.items()):
+            samples = sorted(kept.group.samples, key=lambda sample: sample.response.sample)
+            responses = [s.response.to_json() for s in samples]
+            scores = [[s.response.sample, dataclasses.asdict(s.reward), s.advantage] for s in samples]
+            saved = {"draw": draw, "born": kept.born, "times": kept.times}
+            groups.append(saved | {"responses": responses, "scores": scores})
+        return {"groups": groups}
 
     def load_state_dict(self, state: SavedState, prepared: Mapping[int, PreparedPrompt]) -> None:
         """Takes over a state. `prepared` has the prompts of `draws_of(state)`, by draw. Groups whose prompts are not in
         `prepared` are removed."""
-        there = [saved for saved in state.get("groups", []) if saved["draw"] in prepared]
-        kept = [_from_json(saved, prepared[saved["draw"]]) for saved in there]
-        self._kept = {kept_group.group.prompt.draw: kept_group for kept_group in kept}
+        self._kept = {}
+        for saved in state.get("groups", []):
+            if (prompt := prepared.get(draw := saved["draw"])) is not None:
+                responses = {response["sample"]: Response.from_json(response) for response in saved["responses"]}
+                scored = [Sample(responses[k], Reward(**reward), advantage) for k, reward, advantage in saved["scores"]]
+                self._kept[draw] = _KeptGroup(
+                    Group(prompt.prompt, tuple(scored)), prompt, saved["born"], saved["times"]
+                )
 
 
 def draws_of(state: SavedState) -> list[int]:
     """Returns the draws of the prompts in a buffer's state. There are none in the state of a run without replay."""
     return [saved["draw"] for saved in state.get("groups", [])]
-
-
-def _to_json(kept: _KeptGroup) -> State:
-    samples = sorted(kept.group.samples, key=lambda sample: sample.response.sample)
-    return {
-        "draw": kept.group.prompt.draw,
-        "born": kept.born,
-        "times": kept.times,
-        "responses": [s.response.to_json() for s in samples],
-        "scores": [[s.response.sample, dataclasses.asdict(s.reward), s.advantage] for s in samples],
-    }
-
-
-def _from_json(saved: Mapping[str, Any], prepared: PreparedPrompt) -> _KeptGroup:
-    responses = {response["sample"]: Response.from_json(response) for response in saved["responses"]}
-    samples = tuple(
-        Sample(responses[number], Reward(**reward), advantage) for number, reward, advantage in saved["scores"]
-    )
-    return _KeptGroup(Group(prepared.prompt, samples), prepared, saved["born"], saved["times"])

@@ -32,10 +32,7 @@ class RunModels:
         never_sampled: tuple[int, ...] = (),
         reference: Params | None = None,
     ) -> None:
-        """`never_sampled` is that of `Learner`. `begin` and `load` set `reference` anew. Raises ValueError if the
-        algorithm needs a critic, and `critic` is None."""
-        if algorithm.critic and critic is None:
-            raise ValueError(f"{config.algorithm.label} needs a critic")
+        """`never_sampled` is that of `Learner`. `begin` and `load` set `reference` anew."""
         self._config, self.algorithm, self._never_sampled = config, algorithm, never_sampled
         self.learner, self.critic, self.reference = learner, critic, reference
 
@@ -54,7 +51,9 @@ class RunModels:
     def renew_reference(self) -> bool:
         """Makes the policy the reference if the configuration says so for the policy's version. Returns whether the
         policy became the reference."""
-        renewed = self._config.algorithm.renews_reference(self.learner.version)
+        settings = self._config.algorithm
+        every, version = settings.reference_every, self.learner.version
+        renewed = settings.kl_coefficient > 0 and every > 0 and version % every == 0
         if renewed:
             self.reference = self.learner.params
         return renewed

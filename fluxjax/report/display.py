@@ -173,13 +173,10 @@ class Display:
             table.add_row(f"[dim]{name}", text)
         if self._seconds:
             table.add_row("[dim]time", self._shares())
-        table.add_row("[dim]trend", self._sparkline())
-        return table
-
-    def _sparkline(self) -> str:
         low, high = min(self._rewards), max(self._rewards)
         scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
-        return "".join(_SPARKS[int((value - low) * scale)] for value in self._rewards)
+        table.add_row("[dim]trend", "".join(_SPARKS[int((value - low) * scale)] for value in self._rewards))
+        return table
 
 
 def data_words(metrics: Mapping[str, float]) -> str:

@@ -195,7 +195,7 @@ def media_picture(history: Sequence[Transition], end: float, file: pathlib.Path)
     axes = figure.add_subplot()
     for held in (True, False):  # measuring is drawn over holding
         drawn = [bar for bar in bars if bar.held is held and bar.row in chosen]
-        tones = [colours[bar.place] if held else _light(colours[bar.place]) for bar in drawn]
+        tones = [tuple(part if held else 0.4 * part + 0.6 for part in to_rgb(colours[bar.place])) for bar in drawn]
         starts, widths = [bar.start - origin for bar in drawn], [bar.end - bar.start for bar in drawn]
         tops = [bar.row // every * every for bar in drawn]
         axes.barh(tops, widths, every, starts, align="edge", color=tones, edgecolor=tones, linewidth=0.4)
@@ -234,8 +234,3 @@ def _legend(bars: Sequence[MediumBar], colours: Mapping[str, str], lost: Counter
             Line2D([], [], color="black", marker="X", linestyle="--", label="process lost, with all media it held")
         )
     return handles
-
-
-def _light(colour: str) -> tuple[float, float, float]:
-    red, green, blue = (0.4 * part + 0.6 for part in to_rgb(colour))
-    return red, green, blue

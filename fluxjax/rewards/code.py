@@ -115,7 +115,8 @@ class CodeReward(BuiltIn):
         if correct:
             for result in results:
                 self.time_limits.learn(result.case, result.seconds)
-        share = 1 - (len(failures) + task.cases - len(results)) / task.cases
+        cases = len(task.inputs) if task.program else 1
+        share = 1 - (len(failures) + cases - len(results)) / cases
         return Reward(
             value=share if self.partial else float(correct),
             correct=correct,
@@ -253,11 +254,6 @@ class CodeTask:
     def program(self) -> bool:
         """Says whether the code is a program with input and output, rather than functions."""
         return not self.tests and not self.entry_point
-
-    @property
-    def cases(self) -> int:
-        """The number of cases: one for each input of a program; one for all tests of functions."""
-        return len(self.inputs) if self.program else 1
 
 
 def read_task(prompt: Prompt) -> CodeTask:

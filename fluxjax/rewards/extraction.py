@@ -4,6 +4,7 @@ A response may be adversarial: the functions take at most linear time, except `m
 are the user's. Only the last `TAIL` characters of a text are searched for an answer. Digits are ASCII digits.
 """
 
+import collections
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -58,21 +59,16 @@ def boxed(text: str) -> str | None:
 
 def stated(text: str) -> str | None:
     """Returns the rest of the sentence behind the last "answer is", "answer:" or the like, or `None`."""
-    begin = None
-    for match in _STATED.finditer(text):
-        begin = match.end()
-    if begin is None:
+    if (match := _last(_STATED, text)) is None:
         return None
-    end = _SENTENCE_END.search(text, begin)
-    return text[begin : end.start() if end else None].strip(" *") or None
+    end = _SENTENCE_END.search(text, match.end())
+    return text[match.end() : end.start() if end else None].strip(" *") or None
 
 
 def last_number(text: str) -> str | None:
     """Returns the last number as it stands in the text, with its sign, fraction and percent sign, or `None`."""
-    found = None
-    for match in _IN_TEXT.finditer(_plain_minus(text[-TAIL:])):
-        found = match[0].strip()
-    return found
+    match = _last(_IN_TEXT, _plain_minus(text[-TAIL:]))
+    return match and match[0].strip()
 
 
 def as_number(text: str) -> Fraction | None:
@@ -114,10 +110,12 @@ def matches(question: Mapping[str, str]) -> bool:
 
 def last_group(question: Mapping[str, str]) -> str | None:
     """Returns the first capturing group of the last match of `pattern` in `text`; None if there is no match."""
-    found = None
-    for match in re.finditer(question["pattern"], question["text"]):
-        found = match[1]
-    return found
+    match = _last(re.compile(question["pattern"]), question["text"])
+    return match and match[1]
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return next(iter(collections.deque(pattern.finditer(text), maxlen=1)), None)
 
 
 def sendable(text: str) -> str:

@@ -55,7 +55,8 @@ def equal(question: Mapping[str, Any]) -> bool:
     if not _verified(wanted, found):
         return False
     if isinstance(wanted[0], sympy.Eq) and not _solvable(wanted[0]):
-        return isinstance(found[0], sympy.Eq) and _same_sides(wanted[0], found[0])
+        sides = [found[0].args, found[0].args[::-1]] if isinstance(found[0], sympy.Eq) else []
+        return any(all(_verified([a], [b]) for a, b in zip(wanted[0].args, pair, strict=True)) for pair in sides)
     return True
 
 
@@ -95,13 +96,6 @@ def _brackets(latex: str) -> str:
     if latex[:1] in ("(", "[") and latex[-1:] in (")", "]") and "," in latex:
         return "tuple"
     return "list" if "," in latex and not set(latex) & set("([{=<>") else ""
-
-
-def _same_sides(wanted: sympy.Eq, found: sympy.Eq) -> bool:
-    return any(
-        _verified([wanted.lhs], [left]) and _verified([wanted.rhs], [right])
-        for left, right in ((found.lhs, found.rhs), (found.rhs, found.lhs))
-    )
 
 
 def _solvable(equation: sympy.Eq) -> bool:

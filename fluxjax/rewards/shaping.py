@@ -47,7 +47,8 @@ class Format(BuiltIn):
 
     async def score(self, completion: Completion) -> Reward:
         if not self.pattern:
-            return RIGHT if _thinks_and_answers(completion.text) else WRONG
+            once = all(completion.text.count(tag) == 1 for tag in _TAGS)
+            return RIGHT if once and _THOUGHT_AND_ANSWER.fullmatch(completion.text) else WRONG
         try:
             matched = await self._pool.acall({"pattern": self.pattern, "text": sendable(completion.text)})
         except WorkerTimeout:
@@ -79,12 +80,8 @@ class Overlong(BuiltIn):
             )
 
     async def score(self, completion: Completion) -> Reward:
-        count = completion.num_tokens
-        value = 0.0
-        if count > self.most_tokens:
-            value = -1.0
-        elif count > self.most_tokens - self.interval:
-            value = (self.most_tokens - self.interval - count) / self.interval
+        value = (self.most_tokens - self.interval - completion.num_tokens) / self.interval
+        value = min(max(value, -1.0), 0.0)
         return Reward(value, value == 0.0)
 
 
@@ -97,7 +94,3 @@ class EnvironmentReward(BuiltIn):
     async def score(self, completion: Completion) -> Reward:
         value = sum(completion.rewards)
         return Reward(value, value > 0)
-
-
-def _thinks_and_answers(text: str) -> bool:
-    return all(text.count(tag) == 1 for tag in _TAGS) and _THOUGHT_AND_ANSWER.fullmatch(text) is not None

@@ -12,7 +12,6 @@ from models.processing import Processor
 from rollout.engine import Engine
 
 from ..base.process import settle_heap
-from ..base.statuses import HostStatus
 from ..base.timeline import Timeline, working_time
 from ..base.types import Group, Prompt
 from ..batch.composer import Team
@@ -126,7 +125,10 @@ class Reporter(Observer):
         before, self._since = self._since, working_time()
         metrics["tokens_per_second"] = tokens / max(self._since - before, 1e-9)
         hosts = run.gang.statuses()
-        metrics |= self._server_metrics() | self._host_metrics(hosts) | run.pixels.metrics() | run.rewards.metrics()
+        metrics |= self._server_metrics() | run.pixels.metrics() | run.rewards.metrics()
+        if hosts:
+            told, self._told = run.gang.bytes_told - self._told, run.gang.bytes_told
+            metrics |= host_metrics(hosts) | {"hosts/bytes_told": float(told)}
         if run.play is not None:
             metrics |= run.play.metrics()
         for span in host_lanes(hosts, step):
@@ -157,14 +159,6 @@ class Reporter(Observer):
             # The servers' own rates do not count the time in which a server is idle.
             "servers/tokens_per_second": max(tokens - before, 0) / max(now - then, 1e-9),  # too small if a server left
         }
-
-    def _host_metrics(self, hosts: Sequence[HostStatus]) -> dict[str, float]:
-        """Returns the metrics of all processes of the run, empty for a single process. `hosts/bytes_told` counts the
-        bytes that process 0 has sent to all others since the last step."""
-        if not hosts:
-            return {}
-        before, self._told = self._told, self._run.gang.bytes_told
-        return host_metrics(hosts) | {"hosts/bytes_told": float(self._told - before)}
 
     def _watch_gap(self, step: int, gap: float) -> None:
         summary, limit = self._summary, GAP_ALARMS[self._run.config.model.compute_dtype]

@@ -80,7 +80,13 @@ class Follower:
             case Save():
                 self._parts.checkpoints.write(order.step, self._models.arrays(), {})
             case Restore():
-                self._restore(order)
+                checkpoints = self._parts.checkpoints
+                _, arrays, state = checkpoints.restore(self._models.abstract(), order.step, self._models.forget)
+                self._models.load(arrays, order.steps)
+                self._prompts.load_state_dict(state["source"])
+                self._prompts.loader.check(state["source"].get("contents", {}))
+                self._coming.forget()
+                checkpoints.forget_after(order.step)
 
     def _begin(self, order: Begin) -> None:
         self._warm_start = None
@@ -109,14 +115,6 @@ class Follower:
         elsewhere = (self._warm_start or self._coming).laid_out(words)
         here = (self._warm_start or self._prompts).again(draw for draw, told in media.items() if told is None)
         return elsewhere | {prepared.prompt.draw: prepared.inputs for prepared in here}
-
-    def _restore(self, order: Restore) -> None:
-        _, arrays, state = self._parts.checkpoints.restore(self._models.abstract(), order.step, self._models.forget)
-        self._models.load(arrays, order.steps)
-        self._prompts.load_state_dict(state["source"])
-        self._prompts.loader.check(state["source"].get("contents", {}))
-        self._coming.forget()
-        self._parts.checkpoints.forget_after(order.step)
 
 
 def follow(gang: Team, algorithm: object) -> None:

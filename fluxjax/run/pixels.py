@@ -175,16 +175,10 @@ class DataMetrics:
         }
         if hits + misses:  # without requests, the share is undefined
             metrics["data/cache_hits"] = hits / (hits + misses)
-        return metrics | self._by_preprocessor(preprocessors)
-
-    def _by_preprocessor(self, preprocessors: Sequence[PreprocessorStatus]) -> dict[str, float]:
-        if not preprocessors:
-            return {}
-        before, self._bytes = self._bytes, {place.name: place.bytes for place in preprocessors}
-        handed_out = {
-            f"data/mb_from/{name}": (size - before.get(name, 0)) / 1e6 for name, size in sorted(self._bytes.items())
-        }
-        return {
-            "data/preprocessors_up": float(sum(place.up for place in preprocessors)),
-            "data/preprocessors_lost": float(sum(place.lost for place in preprocessors)),
-        } | handed_out
+        if preprocessors:
+            before, self._bytes = self._bytes, {place.name: place.bytes for place in preprocessors}
+            metrics["data/preprocessors_up"] = float(sum(place.up for place in preprocessors))
+            metrics["data/preprocessors_lost"] = float(sum(place.lost for place in preprocessors))
+            for name, size in sorted(self._bytes.items()):
+                metrics[f"data/mb_from/{name}"] = (size - before.get(name, 0)) / 1e6
+        return metrics

@@ -8,10 +8,6 @@ Action = Callable[[], object]
 Handle = list  # [time, serial, action or None]; opaque to callers
 
 
-class ClockError(RuntimeError):
-    """An action's time is in the past, or not finite."""
-
-
 class Clock:
     """A virtual clock: `now` is in seconds and begins at 0. `run` takes only the real time of computing the actions."""
 
@@ -21,10 +17,10 @@ class Clock:
         self._serial = 0
 
     def at(self, time: float, action: Action) -> Handle:
-        """Schedules `action` for `time` (seconds), and returns a handle for `cancel`. Raises ClockError for a time that
+        """Schedules `action` for `time` (seconds), and returns a handle for `cancel`. Raises ValueError for a time that
         has passed or is no finite number."""
         if not self.now <= time < math.inf:
-            raise ClockError(f"the clock is at {self.now}: no action can be scheduled for {time}")
+            raise ValueError(f"the clock is at {self.now}: no action can be scheduled for {time}")
         self._serial += 1
         handle = [time, self._serial, action]
         heapq.heappush(self._queue, handle)

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..config import ConfigError
-from ..config.bounds import Section, check_fields, not_negative, positive, within
+from ..config.bounds import Section, not_negative, positive, within
 
 _CRASH, _DOWN, _SLOW, _SLOW_FOR, _REPLY, _DELAY, _SYNC, _REWARD = range(8)
 _MASK = (1 << 64) - 1
@@ -59,12 +58,6 @@ class FaultRates(Section):
     sync_delay: float = not_negative(30.0)  # additional seconds of a slow sync
     environment_fails: float = within(0.0, "[0, 1]")  # probability that an environment does not answer a turn
     reward_hangs: float = within(0.0, "[0, 1]")  # probability that a reward never arrives: only a time-out ends it
-
-    def validate(self, prefix: str = "") -> None:
-        """Raises `ConfigError`, naming the field with `prefix` before it, for an impossible value."""
-        check_fields(self, prefix)
-        if (chance := self.lost + self.doubled + self.late) > 1:
-            raise ConfigError(f"{prefix}lost + doubled + late is {chance:g}; probabilities must not be more than 1")
 
 
 class FaultPlan:

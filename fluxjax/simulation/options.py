@@ -134,7 +134,10 @@ class SimulateConfig(Config):
                     f"with parallelism.min_degree above 0, engines have up to {most} GPUs, which must divide the "
                     f"{sim.rollout_gpus} for rollout"
                 )
-        sim.faults.validate("simulation.faults.")
+        if (chance := sim.faults.lost + sim.faults.doubled + sim.faults.late) > 1:
+            raise ConfigError(
+                f"simulation.faults.lost + doubled + late is {chance:g}; probabilities must not be more than 1"
+            )
 
     def _validate_memory(self, hardware: Hardware, degree: int) -> None:
         longest = self.rollout.max_new_tokens + LONGEST_PROMPT

@@ -37,8 +37,7 @@ class Generation:
 
 @dataclasses.dataclass(eq=False)
 class Rollout:
-    """Runs requests on engines and reports to `post`. `newest` has the last generation of each draw. Raises ValueError
-    for a degree that does not divide the GPUs for rollout, or a host's GPUs."""
+    """Runs requests on engines and reports to `post`. `newest` has the last generation of each draw."""
 
     clock: Clock
     settings: SimulationConfig
@@ -58,13 +57,10 @@ class Rollout:
         self._build(self.settings.degree, version=0)
 
     def _build(self, degree: int, version: int) -> None:
-        gpus, hosts = self.settings.rollout_gpus, self.hardware.gpus_per_host
-        if degree < 1 or gpus % degree or hosts % degree:
-            raise ValueError(f"{gpus} GPUs in hosts of {hosts} can't be engines of {degree}")
         self.degree, self._since = degree, self.clock.now
         self.engines = [
             SimulatedEngine(self.clock, self.hardware, degree, self._ended, self.settings.max_running, version)
-            for _ in range(gpus // degree)
+            for _ in range(self.settings.rollout_gpus // degree)
         ]
         self._loading: set[int] = set()
         self._lent: set[int] = set()  # engines that sleep until they get new weights
@@ -228,7 +224,7 @@ class Rollout:
 
     def set_parallelism(self, degree: int) -> None:
         """Replaces the idle engines by engines of another degree on the same GPUs, with the oldest weights of the
-        replaced engines. Raises ValueError as `Rollout` does."""
+        replaced engines."""
         past, before = self._totals(), self.engines
         self._build(degree, min(engine.version for engine in before))
         self._past = past

@@ -1,6 +1,5 @@
 """A simulated run from its configuration to its summary, and the summary as a table."""
 
-import gc
 import statistics
 import sys
 import time
@@ -23,18 +22,6 @@ def make_cluster(config: SimulateConfig, watch: Watch | None = None) -> Cluster:
     return Cluster(config, make_coordinator(config, kv_tokens=cache, kv_reserved=0), watch)
 
 
-def run(cluster: Cluster) -> None:
-    """Runs `cluster.run()` without garbage collection, since a simulation makes no reference cycles."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        cluster.run()
-    finally:
-        gc.enable()
-        gc.unfreeze()
-
-
 def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
     """Returns the summary of a run, as JSON values. All times except `wall_seconds` are virtual."""
     config, ledger, records = cluster.config, cluster.coordinator.ledger, cluster.records
@@ -43,6 +30,8 @@ def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
     tokens = sum(record.trained_tokens for record in records)
     reasons = Counter(skipped.reason for skipped in ledger.skipped)
     waiting = {stage.value: ledger.count(stage) for stage in PromptStage if ledger.count(stage)}
+    kinds = {"all": records} if records else {}
+    kinds |= {kind: [r for r in records if r.round == kind] for kind in dict.fromkeys(r.round for r in records) if kind}
     return {
         "policy": config.policy.name,
         "model": config.simulation.model.value,
@@ -52,7 +41,7 @@ def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
         "simulated_seconds": round(now, 1),
         "simulated_samples_per_second": round(ledger.trained_responses / now, 3) if now else 0.0,
         "simulated_tokens_per_second": round(tokens / now, 1) if now else 0.0,
-        "simulated_step_seconds": _step_times(records),
+        "simulated_step_seconds": {kind: _times(some) for kind, some in kinds.items()},
         "simulated_utilisation": {name: round(value, 4) for name, value in used.items()},
         "simulated_bubbles": round(1 - used["busy"], 4),
         "preemptions": rollout.preemptions,
@@ -68,12 +57,6 @@ def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
         "events": cluster.events,
         "wall_seconds": round(wall_seconds, 2),
     }
-
-
-def _step_times(records: Sequence[StepRecord]) -> dict[str, dict[str, float | int]]:
-    kinds = {"all": records} if records else {}
-    kinds |= {kind: [r for r in records if r.round == kind] for kind in dict.fromkeys(r.round for r in records) if kind}
-    return {kind: _times(some) for kind, some in kinds.items()}
 
 
 def _times(records: Sequence[StepRecord]) -> dict[str, float | int]:

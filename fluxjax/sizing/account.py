@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
@@ -110,14 +111,8 @@ class RowGrowth:
 
     def largest(self, account: Account, usable: float, step: int = 256) -> int:
         """Returns the tokens of the longest row with which all phases fit, a multiple of `step`; 0 if no row fits."""
-        low, high = 0, 1
-        while high < 1 << 20 and self.account(account, high * step).bytes <= usable:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = self.account(account, middle * step).bytes <= usable
-            low, high = (middle, high) if fits else (low, middle)
-        return low * step
+        rows = range(step, step << 20, step)  # ascending, and so are the bytes
+        return step * bisect.bisect(rows, usable, key=lambda tokens: self.account(account, tokens).bytes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,15 +29,11 @@ STEPS = 3  # steps of made-up lengths
 TEXT_TOKENS = 16  # the least number of a prompt's tokens beside its image
 
 
-def longest_prompt(config: Config, model: DecoderConfig) -> ModelInput:
-    """Returns a prompt as long as the rollout allows, with the largest image that its tokens, the settings and a
-    device's patches allow. Raises ConfigError if there is no room for an image."""
-    tokens = config.rollout.max_sequence_tokens - config.rollout.max_new_tokens
-    return prompt(config, model, tokens)
-
-
-def prompt(config: Config, model: DecoderConfig, tokens: int, image: bool = True) -> ModelInput:
-    """Returns a prompt of `tokens` tokens. With `image`, a vision model's prompt has one image, as large as allowed."""
+def prompt(config: Config, model: DecoderConfig, tokens: int = 0, image: bool = True) -> ModelInput:
+    """Returns a prompt of `tokens` tokens (0: as many as the rollout allows). With `image`, a vision model's prompt has
+    one image, as large as its tokens, the settings and a device's patches allow. Raises ConfigError if there is no room
+    for an image."""
+    tokens = tokens or config.rollout.max_sequence_tokens - config.rollout.max_new_tokens
     token_ids, positions = np.zeros(tokens, np.int32), np.zeros((3, tokens), np.int32)
     features, vision_input = np.full(tokens, -1, np.int32), None
     vision = model.vision
@@ -68,7 +64,7 @@ def _largest_rows(config: Config, model: DecoderConfig, num_devices: int) -> Tra
     vision = model.vision
     budget = Budget.of(config, num_devices, vision)
     group = Group(Prompt("largest", "", "", ""), (_sample(0, 0, config.rollout.max_new_tokens),))
-    to_train = TrainGroup("largest", longest_prompt(config, model), group.columns, np.ones(1))
+    to_train = TrainGroup("largest", prompt(config, model), group.columns, np.ones(1))
     sizes = {"rows": budget.rows[-1], "columns": budget.tokens_per_row, "patches": budget.patches[-1]}
     row = (Piece(0, (0,)),)
     if model.text.delta is not None:

@@ -31,7 +31,7 @@ from ..learner.learner import Learner
 from ..learner.loss_inputs import shaped
 from ..runtime.engine_pool import KV_FRACTION, SERVER_MEMORY, degrees, engine_count
 from .account import ENGINE, in_gib
-from .largest import largest_batch, longest_prompt
+from .largest import largest_batch, prompt
 from .schedule import CollectiveTraffic, traffic
 
 # Calls of attention kernels over packed rows or pages, as Mosaic, jax-triton (0.4: `_ffi`) and `mesh.launch` name them.
@@ -73,16 +73,6 @@ class Compiled:
         temporaries, offloaded = float(memory.temp_size_in_bytes), float(memory.host_temp_size_in_bytes)
         kernels = frozenset(name for name, call in ATTENTION_CALLS.items() if call.search(hlo))
         return Compiled(temporaries, results, traffic(hlo), seconds, offloaded, kernels)
-
-    def either(self, following: Compiled) -> Compiled:
-        """Returns sizes that suffice for this program and a following program, which never run at the same time."""
-        return dataclasses.replace(
-            self,
-            temporaries=max(self.temporaries, following.temporaries),
-            results=max(self.results, following.results),
-            seconds=self.seconds + following.seconds,
-            kernels=self.kernels | following.kernels,
-        )
 
     def beyond(self, deeper: Compiled, factor: float) -> Compiled:
         """Extrapolates along the straight line from `self` (at 0) through `deeper` (at 1) to `factor`; sizes below
@@ -211,13 +201,20 @@ class RunShapes:
             if {"accumulate", "update", "logprobs"} & set(names):
                 lowered |= self.learner.lowered(self.batch)
             if {"prefill", "decode"} & set(names):
-                lowered |= self.engine.lowered(longest_prompt(self.config, self.model), _begun(self.config))
+                lowered |= self.engine.lowered(prompt(self.config, self.model), _begun(self.config))
         found = {}
         for name in names:
             progress(f"compiling {name}, {self.model.text.num_layers} layers")
             found[name] = Compiled.of(lowered[name])
-        if "prefill" in found and "features" in lowered:  # prefill runs after features
-            found["prefill"] = found["prefill"].either(Compiled.of(lowered["features"]))
+        if (prefill := found.get("prefill")) and "features" in lowered:  # prefill runs after features
+            features = Compiled.of(lowered["features"])
+            found["prefill"] = dataclasses.replace(
+                prefill,
+                temporaries=max(prefill.temporaries, features.temporaries),
+                results=max(prefill.results, features.results),
+                seconds=prefill.seconds + features.seconds,
+                kernels=prefill.kernels | features.kernels,
+            )
         return found
 
 

@@ -161,16 +161,6 @@ class TestSwitches:
         assert similar < 0.8 * drawn
 
 
-class TestRefusals:
-    def test_too_few(self) -> None:
-        with pytest.raises(ValueError, match="3 groups can't be chosen from 2"):
-            choose([group(0), group(1)], 3)
-
-    def test_too_old(self) -> None:
-        with pytest.raises(ValueError, match="draw 1 is 5 versions old; at most 4"):
-            choose([group(0), group(1, age=5)], 1)
-
-
 def test_group_measures() -> None:
     assert versions_behind(group(0, age=3), VERSION) == 3
     assert total_tokens(group(0, tokens=5)) == 20

@@ -38,7 +38,7 @@ def test_it_gives_what_the_settings_make_of_each_file(folder):
         stats = store.stats()
         assert (stats.decoded_media, stats.misses, stats.bad_media) == (4, 0, 0)
         assert stats.decoded_frames == 2 * 1 + 2 * 12 and stats.decoded_patches == 2 * 24 + 2 * 6 * 24
-        assert stats.memory_bytes == stats.decoded_patches * SETTINGS.patch_bytes and stats.decode_seconds > 0
+        assert stats.memory_bytes == stats.decoded_patches * SETTINGS.patch_bytes
 
 
 def test_bytes_are_what_is_kept_itself_and_nobody_can_change_it(folder):

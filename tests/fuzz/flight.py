@@ -19,7 +19,7 @@ from pyarrow import ArrowException, flight
 from fluxjax.config.data import DataConfig
 from fluxjax.data.flight_client import FlightPlace
 from fluxjax.data.flight_server import FlightServer
-from fluxjax.data.flight_wire import PROTOCOL, ref_words
+from fluxjax.data.flight_wire import PROTOCOL
 from fluxjax.data.local_store import LocalStore
 from fluxjax.data.locations import stamp_of
 from fluxjax.data.tickets import MediaRef, Ticket
@@ -91,7 +91,7 @@ class _Fuzzer:
         self._ask("settings", spoiled(question, draw, 2), draw)
 
     def _look(self, draw: random.Random) -> None:
-        question = {"settings": PLAIN, "ref": ref_words(draw.choice(self._refs + self._odd))}
+        question = {"settings": PLAIN, "ref": dataclasses.astuple(draw.choice(self._refs + self._odd))}
         self._ask("look", spoiled(question, draw, 2) if draw.random() < 0.7 else question, draw)
 
     def _action(self, draw: random.Random) -> None:

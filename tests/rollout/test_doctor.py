@@ -233,9 +233,9 @@ def test_media_that_are_lost_on_the_way_are_named(server: Patient, monkeypatch: 
 def one_segment(arrays: Callable[..., Any]) -> Callable[..., Any]:
     """Packs all prompts of a row as if they were one."""
 
-    def packed(*given: Any) -> dict[str, np.ndarray]:
-        found = arrays(*given)
-        return found | {"segments_BT": np.minimum(found["segments_BT"], 1)}
+    def packed(*given: Any) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        found, trained = arrays(*given)
+        return found | {"segments_BT": np.minimum(found["segments_BT"], 1)}, trained
 
     return packed
 

@@ -31,7 +31,7 @@ def test_a_delta_takes_no_more_memory_than_its_tensor(tmp_path: pathlib.Path) ->
         tracemalloc.start()
         try:
             with pytest.raises(DeltaError, match="t: the delta does not have 9 bytes"):
-                Delta(tmp_path, 1, 0).apply("t", tensor)
+                Delta(tmp_path, 0).apply("t", tensor)
             assert tracemalloc.get_traced_memory()[1] < 1 << 20
         finally:
             tracemalloc.stop()

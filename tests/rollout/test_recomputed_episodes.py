@@ -16,13 +16,14 @@ from turns import by_turns
 import models
 from fluxjax.base.errors import DataError
 from fluxjax.base.event_loop import run_async
+from fluxjax.base.scored import request_seed
 from fluxjax.base.types import ENVIRONMENT, Media, MediaKind, PreparedPrompt, Response
 from fluxjax.config import Config
 from fluxjax.coordinator.messages import Turn
 from fluxjax.coordinator.policies.april import April
 from fluxjax.report.samples import dump_samples, read_samples
 from fluxjax.run.recomputation import Recomputation, _recorded, computed_again
-from fluxjax.runtime.conversations import request_seed, turn_request
+from fluxjax.runtime.conversations import turn_request
 from rollout.jax_engine import JaxEngine
 
 

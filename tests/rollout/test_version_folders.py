@@ -115,7 +115,7 @@ def test_a_whole_version_then_deltas(root: pathlib.Path, trainer: Trainer) -> No
     for number, base in ((1, 0), (4, 1)):  # an update in between may have failed, or was not for servers
         assert names(trainer.version(number)) == {FILE, "model.safetensors.index.json"}
         delta = read_delta(trainer.version(number))
-        assert delta is not None and (delta.version, delta.base) == (number, base)
+        assert delta is not None and delta.base == base
         assert (trainer.version(number) / FILE).stat().st_size < written[-1].bytes / 2
     before = trainer.version(4).stat().st_mtime_ns
     trainer.folders.publish(written[-1])  # again

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from naive_engine import BEFORE, Cost, NaiveEngine
 from turns import third_of
 
-from fluxjax.simulation.clock import Clock, ClockError
+from fluxjax.simulation.clock import Clock
 from fluxjax.simulation.continuous_batch import SampleProgress
-from fluxjax.simulation.simulated_engine import SimulatedEngine, SimulatedEngineError
+from fluxjax.simulation.simulated_engine import SimulatedEngine
 
 TIMES = st.integers(0, 1500).map(lambda ticks: ticks / 1024)
 NAMES = st.sampled_from("abcdef")
@@ -150,10 +150,10 @@ def test_callbacks_may_submit_abort_and_crash():
 def test_what_cannot_be_generated_is_refused():
     engine = SimulatedEngine(Clock(), Cost(limit=100), 1, print)
     for prompt, total, begun in [(50, 51, 0), (1, 0, 0), (1, 5, 5), (1, 5, 9)]:
-        with pytest.raises(SimulatedEngineError):
+        with pytest.raises(ValueError, match="the cache holds"):
             engine.submit("a", 0, prompt, total, ((0, begun),))
     engine.submit("b", 0, 1, 5)
-    with pytest.raises(SimulatedEngineError, match="already"):
+    with pytest.raises(ValueError, match="already"):
         engine.submit("b", 0, 1, 5)
     engine.crash()
     assert engine.abort("nobody") == engine.abort("b/7") == engine.abort("b") == []
@@ -169,5 +169,5 @@ def test_clock_keeps_order_and_cancels():
     clock.run()
     assert (clock.now, seen) == (2.0, ["a", "b", 1.5, "c"])
     for time in (1.0, float("nan"), float("inf")):
-        with pytest.raises(ClockError):
+        with pytest.raises(ValueError, match="the clock is at"):
             clock.at(time, print)

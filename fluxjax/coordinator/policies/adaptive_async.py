@@ -29,14 +29,13 @@ import numpy as np
 
 from ...base.types import Group, SavedState, State
 from ...config import AdaptiveAsyncConfig
-from ...config.schedules import Pid
+from ...config.schedules import GAINS, Pid
 from ..ledger import PromptStage
 from ..machine import Coordinator
 from ..messages import DrawPrompts, Evaluate, Instruction, PublishWeights, SaveCheckpoint, Train
 from .rounds import Base, generate
 
 # Flux's constants.
-GAINS = {"kp": 0.1, "ki": 0.01, "kd": 0.05}  # gains of the ratio's controller
 RATIOS = 0.1, 0.9  # bounds of the ratio; an initial ratio outside extends them, but an initial 0 or 1 stays
 EMA = 0.9  # weight of the previous estimate of staleness in the next estimate
 TOLERANCE = 0.05  # a barrier is forced if staleness exceeds the target by more than this
@@ -252,49 +251,32 @@ def compose(
     seed: int,
     step: int,
 ) -> tuple[Group, ...]:
-    """Returns the chosen `count` of `groups`, in draw order.
+    """Returns the chosen `count` of `groups`, in draw order. No group is more than `max_staleness` versions old.
 
     Groups that are `max_staleness - 1` versions old or older are taken first, the oldest before others. `prefer` names
     options of the module's docstring. Without options, the remaining groups are taken in draw order.
 
-    `version` is the version of the trainer's weights, `progress` the share of the run's steps that are done. Raises
-    `ValueError` for fewer than `count` groups, and for a group that is more than `max_staleness` versions old.
+    `version` is the version of the trainer's weights, `progress` the share of the run's steps that are done.
     """
     ordered = sorted(groups, key=lambda group: group.prompt.draw)
-    if not 0 <= count <= len(ordered):
-        raise ValueError(f"{count} groups can't be chosen from {len(ordered)} groups")
     ages = [versions_behind(group, version) for group in ordered]
-    if ages and max(ages) > max_staleness:
-        old = ordered[ages.index(max(ages))]
-        raise ValueError(
-            f"draw {old.prompt.draw} is {max(ages)} versions old; at most {max_staleness} may be trained on"
-        )
     everyone = range(len(ordered))
     urgent = sorted((i for i in everyone if ages[i] >= max_staleness - 1), key=lambda i: (-ages[i], i))[:count]
     rng = np.random.default_rng([seed, step])
     ranking = list(everyone)
     if "stalest" in prefer:
         ranking.sort(key=lambda i: -ages[i])
-    if "curriculum" in prefer:
-        ranking = _easy_first(ranking, [difficulty(group) for group in ordered], progress, rng)
-    strata = [_stratum(group, age, prefer) for group, age in zip(ordered, ages, strict=True)]
+    if "curriculum" in prefer:  # by chance as the run begins, by difficulty at its end, a mixture of both in between
+        by_difficulty = sorted(ranking, key=lambda i: difficulty(ordered[i]))
+        chance = 1 - min(max(progress, 0.0), 1.0)
+        places = (1 - chance) * np.arange(len(ranking)) + chance * len(ranking) * rng.random(len(ranking))
+        ranking = [by_difficulty[k] for k in np.argsort(places, kind="stable")]
+    by_age, by_kind = "stratify" in prefer, "diversity" in prefer
+    kinds = [(g.prompt.source, frozenset(media.kind for media in g.prompt.media)) for g in ordered]
+    strata = [(age * by_age, kind if by_kind else None) for age, kind in zip(ages, kinds, strict=True)]
     lengths = [math.log1p(total_tokens(group)) for group in ordered] if "lengths" in prefer else None
     chosen = _choose(ranking, urgent, count, strata, lengths, rng)
     return tuple(ordered[i] for i in sorted(chosen))
-
-
-def _stratum(group: Group, age: int, prefer: Collection[str]) -> Hashable:
-    kinds = tuple(sorted({media.kind.value for media in group.prompt.media}))
-    return age if "stratify" in prefer else None, (group.prompt.source, kinds) if "diversity" in prefer else None
-
-
-def _easy_first(ranking: Sequence[int], hard: Sequence[float], progress: float, rng: np.random.Generator) -> list[int]:
-    """Orders candidates by chance at the start of the run (`progress` 0), by difficulty at its end (1), and by a
-    mixture of both orders in between."""
-    by_difficulty = sorted(ranking, key=lambda i: hard[i])
-    chance = 1 - min(max(progress, 0.0), 1.0)
-    places = (1 - chance) * np.arange(len(ranking)) + chance * len(ranking) * rng.random(len(ranking))
-    return [by_difficulty[k] for k in np.argsort(places, kind="stable")]
 
 
 def _choose(

@@ -47,13 +47,15 @@ class April(Rounds):
             waiting.sort(key=lambda entry: (_left(coordinator, entry), entry.prompt.draw))
             size = coordinator.settings.group_size
             return generate(coordinator, waiting, size, size, keep=lambda entry: entry.born >= oldest)
+
+        def waited_for(*stages: PromptStage) -> bool:
+            return any(entry.born <= oldest for entry in ledger.at(*stages))
+
         running = ledger.count(PromptStage.RUNNING, PromptStage.STOPPING)
         enough = scored if self.dynamic_sampling else scored + ledger.count(PromptStage.COMPLETE)
-        if running and (enough < needed or self._waited_for(coordinator, PromptStage.RUNNING, PromptStage.STOPPING)):
+        if running and (enough < needed or waited_for(PromptStage.RUNNING, PromptStage.STOPPING)):
             return []
-        if ledger.count(PromptStage.COMPLETE) and (
-            scored < needed or self._waited_for(coordinator, PromptStage.COMPLETE)
-        ):
+        if ledger.count(PromptStage.COMPLETE) and (scored < needed or waited_for(PromptStage.COMPLETE)):
             return []
         if coordinator.awaiting:
             return []
@@ -71,10 +73,6 @@ class April(Rounds):
         entries = sorted(coordinator.ledger.entries.values(), key=_oldest_first)
         first = entries[: coordinator.settings.prompts_per_step]
         return [entry for entry in first if entry.stage is PromptStage.SCORED]
-
-    def _waited_for(self, coordinator: Coordinator, *stages: PromptStage) -> bool:
-        oldest = coordinator.version - self.max_staleness
-        return any(entry.born <= oldest for entry in coordinator.ledger.at(*stages))
 
 
 def _oldest_first(entry: Entry) -> tuple[int, int]:

@@ -60,7 +60,11 @@ class StreamTrainer:
 
     def _scale_down(self, coordinator: Coordinator) -> Sequence[Instruction]:
         """Decides whether half of the engines are lent to training (Flexes, algorithm 1, lines 14 to 21)."""
-        progress = _progress(coordinator)
+        ledger = coordinator.ledger
+        over = sum(entry.n for entry in ledger.at(PromptStage.COMPLETE, PromptStage.SCORED, PromptStage.TRAINING))
+        running = ledger.at(PromptStage.RUNNING, PromptStage.STOPPING)
+        done = over + sum(len(entry.responses) for entry in running)
+        progress = done / max(over + sum(entry.n for entry in running), 1)  # share of the round's responses that ended
         if not self.first <= progress <= self.last or progress - self._looked < self.every:
             return []
         self._looked = progress
@@ -84,15 +88,6 @@ def projected_tokens(coordinator: Coordinator) -> float:
         tokens = entry.prompt.tokens + coordinator.lengths.predict(entry.prompt, running=entry.longest)
         total += (entry.n - len(entry.responses)) * max(tokens, reserved)
     return total
-
-
-def _progress(coordinator: Coordinator) -> float:
-    """Returns the share of the round's responses that have ended."""
-    ledger = coordinator.ledger
-    over = sum(entry.n for entry in ledger.at(PromptStage.COMPLETE, PromptStage.SCORED, PromptStage.TRAINING))
-    running = ledger.at(PromptStage.RUNNING, PromptStage.STOPPING)
-    done = over + sum(len(entry.responses) for entry in running)
-    return done / max(over + sum(entry.n for entry in running), 1)
 
 
 @dataclasses.dataclass(eq=False)

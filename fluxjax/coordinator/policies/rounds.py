@@ -46,7 +46,8 @@ class Base:
         if ledger.unacted:
             return [messages.Act(response) for response in ledger.unacted.values()]
         if ledger.unturned:
-            return [messages.Continue(tuple(map(coordinator.next_turn, ledger.unturned.values())))]
+            turns = [(ledger.entries[response.draw], response) for response in ledger.unturned.values()]
+            return [messages.Continue(tuple(messages.Turn(e.prompt, response, e.engine) for e, response in turns))]
         if ledger.count(PromptStage.LOST):
             return self._again(coordinator, ledger.at(PromptStage.LOST)[0])
         # Groups without variance teach nothing (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2).
@@ -196,7 +197,6 @@ class Rounds(Base, abc.ABC):
 
     def load_state_dict(self, state: SavedState) -> None:
         """Restores nothing: between rounds the books contain everything."""
-        return
 
 
 def generate(
@@ -228,10 +228,9 @@ def generate(
 
 
 class Synchronous(Rounds):
-    """Strictly on-policy training, step by step, with which every other policy is compared. One step: draw P prompts,
-    generate G responses to each under one weight version, score each response as soon as it ends, train on all P groups
-    in draw order, publish the new weights. Evaluations and checkpoints come between steps, when no prompt is in flight.
-    The policy has no state of its own."""
+    """Strictly on-policy training, step by step, with which every other policy is compared. All groups of a step are
+    generated under one weight version, and trained on in draw order. Evaluations and checkpoints come between steps,
+    when no prompt is in flight."""
 
     def _in_round(self, coordinator: Coordinator) -> bool:
         return coordinator.ledger.live > 0

@@ -73,11 +73,16 @@ class TailBatching(Rounds):
         again = [entry for entry in deferred if entry.prompt.draw not in self.held]
         if self.round == "short" and not coordinator.exhausted:
             again = []
-        missing = 0 if won else max(self._wanted(coordinator) - running - complete - len(fresh), 0)
+        wanted = needed  # prompts that are to be running or complete, without held prompts
+        if self.round == "short":
+            wanted = math.ceil(float(coordinator.scheduled("tail_prompts", self.prompts)) * needed)
+        missing = 0 if won else max(wanted - running - complete - len(fresh), 0)
         if missing > len(again) and not coordinator.exhausted:
             return [DrawPrompts(missing - len(again))]
         if beginning := [*held, *again[:missing], *fresh]:
-            return self._launch(coordinator, beginning)
+            need = coordinator.settings.group_size
+            excess = float(coordinator.scheduled("tail_responses", self.responses)) if self.round == "short" else 1.0
+            return generate(coordinator, beginning, math.ceil(excess * need), need)
         if not won and (running or complete > scored or self._held_unscored(coordinator)):
             return []
         return self._close(coordinator, needed)
@@ -135,18 +140,6 @@ class TailBatching(Rounds):
     def _missing(self, coordinator: Coordinator) -> int:
         unscored = self._needed(coordinator) - self._count(coordinator, PromptStage.SCORED, PromptStage.TRAINING)
         return max(unscored, 0) + self._held_unscored(coordinator)
-
-    def _wanted(self, coordinator: Coordinator) -> int:
-        """Returns the number of prompts that are to be running or complete in this round, without held prompts."""
-        needed = self._needed(coordinator)
-        if self.round == "long":
-            return needed
-        return math.ceil(float(coordinator.scheduled("tail_prompts", self.prompts)) * needed)
-
-    def _launch(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[Instruction]:
-        need = coordinator.settings.group_size
-        excess = float(coordinator.scheduled("tail_responses", self.responses)) if self.round == "short" else 1.0
-        return generate(coordinator, entries, math.ceil(excess * need), need)
 
     def state_dict(self) -> State:
         return {"rounds": dict(self.rounds), "held": sorted(self.held)}

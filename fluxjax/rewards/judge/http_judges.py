@@ -24,7 +24,6 @@ from rollout.listening import is_loopback
 
 from ...base.errors import ConfigError
 from ...base.medium import Media, MediaKind
-from ...base.scored import Prompt
 from ..named import Failing, RewardFailure
 from .questions import Answer, Question
 
@@ -120,13 +119,9 @@ def question_ids(processor: models.processing.Processor, question: Question) -> 
     return list(processor.tokenise_chat(text))
 
 
-async def image_urls(prompt: Prompt) -> tuple[str, ...]:
-    """Returns a URL for each image of a prompt. Raises RewardFailure for a video, for an image inside a parquet file,
-    and for a file that can't be read or has more than 20 MiB."""
-    return tuple([await asyncio.to_thread(_url, media) for media in prompt.media])
-
-
-def _url(media: Media) -> str:
+def image_url(media: Media) -> str:
+    """Returns a URL for an image. Raises RewardFailure for a video, for an image inside a parquet file, and for a file
+    that can't be read or has more than 20 MiB."""
     if media.kind is not MediaKind.IMAGE or media.cell:
         what = "a video" if media.kind is not MediaKind.IMAGE else "inside a parquet file"
         raise RewardFailure(

@@ -13,7 +13,7 @@ from ...base.errors import ConfigError
 from ...base.scored import Completion, Reward
 from ...config.bounds import bounded, not_negative, positive, within
 from ..named import BuiltIn, Failing, RewardFailure
-from .http_judges import ChatForm, GenerateForm, JudgeServer, checked_url, image_urls, load_processor, token_of
+from .http_judges import ChatForm, GenerateForm, JudgeServer, checked_url, image_url, load_processor, token_of
 from .questions import JudgeModel, Question, Rubric, VerdictReader
 
 log = logging.getLogger("fluxjax.rewards")
@@ -61,19 +61,19 @@ class Judge(BuiltIn):
             raise ConfigError("judge.images needs judge.api='chat': the native route gets text only")
         self._reader = VerdictReader(self.json, self.pattern)
         self._rubric = Rubric.load(self.rubric, self.scale, tells_form=not self.pattern)
-        self._model = self._served(self.server) if isinstance(self.server, str) else self.server
-        if not isinstance(self._model, JudgeModel):
+        model: object = self.server
+        if isinstance(self.server, str):
+            token, chat = token_of(self.token_env), self.api == "chat"
+            form = ChatForm(self.model, self.extra) if chat else GenerateForm(load_processor(self.tokenizer))
+            url = checked_url(self.server, form.route, token, self.plain_http)
+            model = JudgeServer(url, token, form, self.request_seconds, self._counts)
+        if not isinstance(model, JudgeModel):
             raise ConfigError(
                 f"judge.server is {self.server!r}; it must be an address, or an object with ask(question)"
             )
+        self._model = model
         self.call_within(_SECONDS)
         self._logged = 0
-
-    def _served(self, address: str) -> JudgeModel:
-        token = token_of(self.token_env)
-        form = ChatForm(self.model, self.extra) if self.api == "chat" else GenerateForm(load_processor(self.tokenizer))
-        url = checked_url(address, form.route, token, self.plain_http)
-        return JudgeServer(url, token, form, self.request_seconds, self._counts)
 
     def call_within(self, seconds: float) -> None:
         """Bounds a call of `score`. The judge gives up a little before `seconds`, because its own reason says more than
@@ -87,7 +87,7 @@ class Judge(BuiltIn):
         if (cut := len(text) - self.most_characters) > 0:
             text = f"[{cut} characters are left out here]\n{text[cut:]}"
         question, nonce = self._rubric.filled(prompt, text, self._reader.form)
-        images = await image_urls(prompt) if self.images else ()
+        images = tuple([await asyncio.to_thread(image_url, medium) for medium in prompt.media if self.images])
         votes = [self._vote(question, nonce, images, vote, deadline) for vote in range(self.votes)]
         found = await asyncio.gather(*votes, return_exceptions=True)
         shares = [share for share in found if isinstance(share, float)]
@@ -102,7 +102,8 @@ class Judge(BuiltIn):
         why = ""
         for attempt in range(self.retries + 1):
             temperature = max(self.temperature, _AGAIN) if attempt else self.temperature
-            seed = _seed(text, vote, attempt)
+            # The seed depends on nothing else, so that a resumed run gets the same answers from a deterministic judge.
+            seed = int.from_bytes(hashlib.sha256(f"{vote}/{attempt}/{text}".encode()).digest()[:4]) >> 1
             question = Question(text, images, seed, temperature, self.max_tokens, deadline)
             begin = time.monotonic()
             answer = await self._model.ask(question)
@@ -129,9 +130,3 @@ class Judge(BuiltIn):
 
     def close(self) -> None:
         self._reader.close()
-
-
-def _seed(text: str, vote: int, attempt: int) -> int:
-    """Returns a seed that depends only on question, vote and attempt, so that a resumed run gets the same answers from
-    a deterministic judge."""
-    return int.from_bytes(hashlib.sha256(f"{vote}/{attempt}/{text}".encode()).digest()[:4]) >> 1

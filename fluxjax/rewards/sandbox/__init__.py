@@ -2,25 +2,16 @@
 
 from ...base.errors import ConfigError
 from .bubblewrap import Bubblewrap
-from .jobs import BareSubprocess, Outcome, Sandbox, SandboxError, SandboxJob, SandboxLimits
-
-__all__ = [
-    "BareSubprocess",
-    "Bubblewrap",
-    "Outcome",
-    "Sandbox",
-    "SandboxError",
-    "SandboxJob",
-    "SandboxLimits",
-    "find_sandbox",
-]
+from .jobs import BareSubprocess, Sandbox
+from .jobs import Outcome as Outcome
+from .jobs import SandboxError as SandboxError
+from .jobs import SandboxJob as SandboxJob
+from .jobs import SandboxLimits as SandboxLimits
 
 
 def find_sandbox(name: str, python: str | None = None, slots: int = 8) -> Sandbox:
     """Returns a sandbox by its name. Raises `ConfigError` for an unknown name, and if the sandbox cannot work here."""
-    match name:
-        case "bubblewrap":
-            return Bubblewrap(python, slots)
-        case "subprocess":
-            return BareSubprocess(python, slots)
-    raise ConfigError(f"sandbox is {name!r}; it must be bubblewrap, or subprocess, which protects nothing")
+    kinds = {"bubblewrap": Bubblewrap, "subprocess": BareSubprocess}
+    if name not in kinds:
+        raise ConfigError(f"sandbox is {name!r}; it must be bubblewrap, or subprocess, which protects nothing")
+    return kinds[name](python, slots)
