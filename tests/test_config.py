@@ -34,7 +34,7 @@ ONE_GPU = [
 ]
 FLEET = ["configs/vlm_sglang.py", "configs/vlm_sglang.py:serve", "configs/qwen2_5_vl_7b.py:fleet"]
 TINY = [*(f"configs/vlm.py{variant}" for variant in ("", ":debug", ":qwen3_vl", ":qwen3_5")), "configs/text.py"]
-TINY += ["configs/text.py:debug"]
+TINY += ["configs/text.py:debug", "configs/agent.py", "configs/agent.py:frozenlake"]
 SHIPPED = [*TINY, *REAL, *ONE_GPU, *FLEET]
 
 

@@ -22,7 +22,7 @@ from fluxjax.base.timeline import under_way
 from fluxjax.base.types import PreparedPrompt, Prompt, Reward
 from fluxjax.config import Config
 from fluxjax.run import main
-from fluxjax.run.held_out import HeldOut
+from fluxjax.run.parts import HeldOut
 from fluxjax.runtime.ports import EvaluationGivenUp
 from models.inputs import ModelInput
 from rollout.engine import FinishReason, SamplingParams, TokenChunk

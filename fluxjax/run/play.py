@@ -80,16 +80,6 @@ class Play:
         self.opened.close()
 
 
-@contextlib.asynccontextmanager
-async def begun(play: Play | None) -> AsyncIterator[Episodes | None]:
-    """Offers the episodes of a run that has any."""
-    if play is None:
-        yield None
-    else:
-        async with play.begun() as episodes:
-            yield episodes
-
-
 def observations_of(config: Config, processor: Processor) -> ObservationProcessor:
     """Returns the way in which observations follow turns. Raises ConfigError if the chat template has none."""
     if not config.data.chat_template:

@@ -8,7 +8,7 @@ import pathlib
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import models
 from models.decoder import Decoder, parameter_count
@@ -47,10 +47,11 @@ from .build import (
 )
 from .callbacks import Callback, Reporter, closing, opening, write_pictures
 from .checkpoint import ResumeError
-from .held_out import HeldOut, held_out_prompts
-from .parts import assemble, make_pool, settled
-from .play import begun
+from .parts import HeldOut, assemble, held_out_prompts, make_pool, settled
 from .run_state import RunState
+
+if TYPE_CHECKING:
+    from ..runtime.episodes import Episodes
 
 _DURING = 64  # held-out prompts of a source in evaluations between the first and the last
 _STOPPED = "stopped on request; the same command with this run_dir goes on"
@@ -193,6 +194,9 @@ class FluxTrainer:
         """Arguments of `Preparer`."""
         return preparing(self.pixels, self.play)
 
+    def _playing(self) -> contextlib.AbstractAsyncContextManager[Episodes | None]:
+        return contextlib.nullcontext() if self.play is None else self.play.begun()
+
     def _note_environment(self, environment: str, text: str) -> None:
         self.summary.count_failed_environment(environment, text)
 
@@ -248,7 +252,7 @@ class FluxTrainer:
         async def measure() -> dict[str, float]:
             await self.engine.update_weights(self.learner.version, self.weights())
             await self.engine.wake()  # a run that failed may have left the engine asleep
-            async with begun(self.play) as environments:
+            async with self._playing() as environments:
                 return await self.held_out.accuracy(self.engine, limit, blind=blind, environments=environments)
 
         return run_async(measure())
@@ -306,7 +310,7 @@ class FluxTrainer:
         with self.display, contextlib.closing(self.metrics):
             self.pool.start(self.display.note)
             self.pixels.begin()
-            async with begun(self.play) as self._environments:
+            async with self._playing() as self._environments:
                 if self.state.loaded is None:
                     await self._warm_start()
                 finish = await self._reinforce()

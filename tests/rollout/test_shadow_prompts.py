@@ -39,7 +39,7 @@ from turns import third_of
 
 import models
 from fluxjax.base.types import PreparedPrompt, Prompt, Reward
-from fluxjax.run.held_out import HeldOut
+from fluxjax.run.parts import HeldOut
 from models.processing import MediaError
 from models.shadow import ShadowTensor
 from rollout import lowered, prompt_pixels, turns
