@@ -64,7 +64,8 @@ def get_config(variant: str = "") -> Config:
     config.optim.warmup_steps = 10
     config.evaluation.samples = 200
     config.evaluation.every = 50
-    config.model.tiny["rope_theta"] = 100.0
+    config.model.tiny |= {"architecture": "qwen3_vl", "num_heads": 2, "mrope_section": (6, 5, 5)}
+    config.model.tiny |= {"vision_depth": 3, "vision_intermediate_size": 256}
     if variant == "debug":
         config.model.tiny["num_layers"] = 1  # most of a short run is compiling
         config.steps = 3

@@ -136,7 +136,7 @@ def test_a_run_of_episodes_that_is_killed_goes_on_with_the_same_bits(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests"))))
     (alone := tmp_path / "alone").mkdir()
     (killed := tmp_path / "killed").mkdir()
-    words = own(tmp_path, VLM, {"pictures": True}, steps=6, rollout__max_new_tokens=24, rollout__max_sequence_tokens=64)
+    words = own(tmp_path, steps=6)
     run(alone, words)
     config, settings = words[0].partition("=")[2], words[1:]
     process = commands.start(killed / "run", config, settings)
