@@ -227,6 +227,38 @@ def test_a_turn_that_is_asked_for_twice_is_heard_once(tmp_path: pathlib.Path) ->
 
 
 @pytest.mark.medium
+def test_parked_responses_hold_no_environment_and_keep_their_answer(tmp_path: pathlib.Path) -> None:
+    """Else a draw, or an evaluation, could wait for ever for their slots."""
+
+    async def play() -> None:
+        episodes = episodes_in(tmp_path, concurrency=1)
+        (first, said), (second, other) = begun(4, "painter:Painter"), begun(5, "painter:Painter")
+        try:
+            answer = await episodes.act(first, said)
+            assert not answer.done and len(episodes.pool.episodes) == 1
+            await episodes.park(4)
+            assert not episodes.pool.episodes
+            assert (await episodes.act(first, said)).response == answer.response  # kept, without an environment
+            assert not episodes.pool.episodes
+            await episodes.act(second, other)  # has the only slot
+            await episodes.park(5, other.sample)
+            ids = (*answer.response.token_ids, *processor(KIND).encode("cd e"), END)
+            more = len(ids) - answer.response.num_tokens
+            longer = dataclasses.replace(
+                answer.response,
+                token_ids=ids,
+                logprobs=(*answer.response.logprobs, *(-1.0,) * more),
+                versions=(*answer.response.versions, *(1,) * more),
+            )
+            prepared = dataclasses.replace(first, responses={2: answer.inputs})
+            assert (await episodes.act(prepared, longer)).response.rewards == (0.25, 0.5)  # begun anew, turn by turn
+        finally:
+            await episodes.pool.close()
+
+    limited(play())
+
+
+@pytest.mark.medium
 def test_environments_that_are_ended_while_they_begin_or_answer_leave_their_slots(tmp_path: pathlib.Path) -> None:
     async def play() -> None:
         episodes = episodes_in(tmp_path / "media", concurrency=1)
