@@ -204,11 +204,6 @@ class JaxEngine:
             self._version = version
             self._scheduler.invalidate()
 
-    async def rename_weights(self, version: int) -> None:
-        """Gives the present weights the number `version` from the next token on."""
-        async with self._between_turns():
-            self._version = version
-
     async def disk_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Returns (name, tensor) of every weight that is served (`DeviceState.disk_tensors`). Each tensor is copied to
         the host when the iterator reaches it. Any thread may iterate."""
