@@ -3,14 +3,7 @@
 `SOURCE/weight_v000007` is the delta from the version before, or a whole version (an Orbax item with the model's
 configuration). It is a whole version if there is no smaller delta, or if the last `FULL_EVERY` versions are deltas. A
 folder appears under its name when it is complete. `pull` makes a checkpoint folder of a version in a host's own memory,
-for servers to read.
-
-A delta is lossless: XOR of the words of two versions, compressed by zstd. After a small step, most weights are the same
-in bfloat16: the XOR is zeros with a few bits between. A delta's folder has the layout of SGLang's `/pull_weights` (pull
-request 30367) and slime's disk deltas. Its index has the form of a checkpoint's index; the index's metadata name the
-base, which is the version before. A safetensors file has the compressed words of every changed tensor, and the xxh3 of
-every tensor of the version and of its `config.json`. Only these checksums show a wrong base, or a damaged name of a
-changed tensor, which would leave the tensor unchanged.
+for servers to read. `docs/servers.md` has the format of a delta.
 """
 
 from __future__ import annotations

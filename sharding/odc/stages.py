@@ -1,9 +1,8 @@
 """Cuts a model's loss into stages. Each layer, and each part between two stacks of layers, is a program.
 
-ODC stops between any two layers, to fetch weights and push gradients. The loss is traced once with complete weights
-(`Trace`). A `MarkingWalk` puts one equation into the trace for each stack that the model walks. The equations between
-two stacks form another stage. ODC therefore computes the same operations as other strategies, for any model that walks
-its stacks with `Walk.scan`.
+The loss is traced once with complete weights (`Trace`). A `MarkingWalk` puts one equation into the trace for each stack
+that the model walks with `Walk.scan`. The equations between two stacks form another stage. ODC therefore computes the
+same operations as other strategies.
 
 Only this file of ODC reads JAX's representation of programs. Its own primitive marks a stack, because the parameters of
 JAX's loops are private and change from release to release.

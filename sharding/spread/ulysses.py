@@ -3,18 +3,7 @@
 Within a group of `p` devices every device holds 1/p of the tokens of a stream with all their heads. An all-to-all turns
 this into all tokens with 1/p of the heads, the layer mixes tokens locally, and a second all-to-all goes back (Ulysses).
 A `HeadMixer` is a kind of layer that mixes tokens in this way: attention is in this file, the delta rule in
-`recurrence`.
-
-Groups of different degrees follow each other as rounds, highest degree first (FlexRL section 3, algorithm 1). The
-tokens of the first round travel while unsharded sequences are computed; the tokens of each further round travel while
-the round before is computed. The backward pass is written out in the same order, because a transposed forward pass
-would wait for every transfer.
-
-For the backward pass every round keeps the inputs that it received and what its gradient needs (attention: the output
-and the log-sum-exp). Sending inputs a second time would double the traffic of the backward pass. To save this memory,
-wrap layers in `jax.checkpoint`.
-
-Rounds can't deadlock: `docs/parallelism.md` has the proof.
+`recurrence`. `docs/parallelism.md` has the order of rounds, what they keep, and a proof that they can't deadlock.
 """
 
 import abc
