@@ -110,9 +110,7 @@ class StreamedModel:
         stacks = {kind: by_path(params[kind]) for kind in self._programs.kinds}
         dtypes = {stack.dtype for stack in jax.tree.leaves(stacks)}
         if compute_dtype is None and len(dtypes) > 1:
-            raise EngineError(
-                f"the layers' weights have several dtypes, {sorted(map(str, dtypes))}: give compute_dtype"
-            )
+            raise EngineError(f"the layers have several dtypes, {sorted(map(str, dtypes))}: give compute_dtype")
         self.dtype = np.dtype(compute_dtype or dtypes.pop())
         exact_products(self.dtype)
         self._host = model.stack.in_order(
@@ -120,7 +118,7 @@ class StreamedModel:
         )
         outer = {name: params[name] for name in ("embedding", "norm", "head") if name in params}
         self._outer: Params = jax.tree.map(lambda x: jax.device_put(x.astype(self.dtype), self._on_device), outer)
-        self._resident: dict[int, Params] = {}
+        self._resident: dict[int, Params] = {}  # the layers that are on the device now, by number
         self._first: Parts = ()  # the first streamed layer, with which the next pass begins
 
     @staticmethod
@@ -137,11 +135,6 @@ class StreamedModel:
     @property
     def layer_bytes(self) -> int:
         return sum(part.nbytes for part in self._host[0])
-
-    @property
-    def resident(self) -> tuple[int, ...]:
-        """The numbers of the layers that are resident now."""
-        return tuple(sorted(self._resident))
 
     def release(self) -> None:
         """Frees the device memory of all layers; the next batch brings them again."""
