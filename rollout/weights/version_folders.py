@@ -86,23 +86,17 @@ class VersionFolders:
             if self.last is not None and published.version <= self.last.version:  # an older version
                 self._end()
                 self._begin()
+            last = self.last if self._delta and self._since_full < FULL_EVERY else None
             with _appearing(self.folder(published)) as part:
-                if not self._write_delta(part, published):
+                new = published.folder / SINGLE
+                if last is not None and write_delta(part, last.folder / SINGLE, new, last.version, published.version):
+                    self._since_full += 1
+                else:
                     self._write_whole(part, published)
             self.last = published
 
     def folder(self, published: Published) -> pathlib.Path:
         return self.source / folder_name(published.version)
-
-    def _write_delta(self, folder: pathlib.Path, published: Published) -> bool:
-        last = self.last
-        if last is None or not self._delta or self._since_full >= FULL_EVERY:
-            return False
-        old, new = last.folder / SINGLE, published.folder / SINGLE
-        if write_delta(folder, old, new, last.version, published.version) is None:
-            return False
-        self._since_full += 1
-        return True
 
     def _write_whole(self, folder: pathlib.Path, published: Published) -> None:
         folder.mkdir()
@@ -338,9 +332,7 @@ def _changed(old: pathlib.Path, new: pathlib.Path, name: str) -> tuple[int, byte
     with safe_open(old, framework="numpy") as before, safe_open(new, framework="numpy") as after:
         was, now = before.get_tensor(name), after.get_tensor(name)
     if (was.shape, was.dtype) != (now.shape, now.dtype):
-        raise DeltaError(
-            f"{name} is {now.dtype} of shape {now.shape} in {new}, but {was.dtype} of shape {was.shape} in {old}"
-        )
+        raise DeltaError(f"{name} is {now.dtype} of shape {now.shape} in {new}, but {was.dtype} {was.shape} in {old}")
     words = as_bytes(was) ^ as_bytes(now)
     if not words.any():
         return now.nbytes, None, checksum(now)
@@ -387,9 +379,7 @@ def read_delta(folder: pathlib.Path) -> Delta | None:
     if "base_version" not in metadata:
         return None
     if unknown := {key: metadata.get(key) for key, value in FORMAT.items() if metadata.get(key) != value}:
-        raise DeltaError(
-            f"{folder}: the delta has {json.dumps(unknown)}, but this release reads only {json.dumps(FORMAT)}"
-        )
+        raise DeltaError(f"{folder}: the delta has {json.dumps(unknown)}; this release reads {json.dumps(FORMAT)}")
     version, base = int(metadata["version"]), int(metadata["base_version"])
     if base >= version or folder.name != folder_name(version):
         raise DeltaError(f"{folder}: a delta from version {base} to version {version} can't be in this folder")

@@ -116,7 +116,11 @@ class PushedGradients:
                 return
             server.waiting.setdefault((key, turn), collections.deque()).append(row)
             server.early[turn[0]] += 1
-            self._drain(server, key)
+            order = server.order[key]
+            while order and (rows := server.waiting.get((key, order[0]))):
+                server.early[order.popleft()[0]] -= 1
+                self._add(server, key, rows.popleft())
+            server.changed.notify_all()
             while server.early[turn[0]] > BOUND:
                 self._check()
                 server.changed.wait(timeout=0.1)
@@ -125,14 +129,6 @@ class PushedGradients:
         """Returns the sum of a key's pushes, `[size]` float32, or zeros if nothing was pushed. Forgets the sum."""
         total = self._owners[owner].sums.pop(key, None)
         return jax.device_put(jnp.zeros(size, jnp.float32), owner) if total is None else total
-
-    def _drain(self, server: _Owner, key: Key) -> None:
-        order = server.order[key]
-        while order and (rows := server.waiting.get((key, order[0]))):
-            turn = order.popleft()
-            self._add(server, key, rows.popleft())
-            server.early[turn[0]] -= 1
-        server.changed.notify_all()
 
     def _add(self, server: _Owner, key: Key, row: jax.Array) -> None:
         before = server.sums.get(key)
