@@ -53,10 +53,7 @@ def gather(mine: T) -> list[T]:
     or if `mine` takes more than `_WIDTH` bytes."""
     data = json.dumps(mine).encode()
     if len(data) > _WIDTH:
-        raise LinkError(
-            f"the host names and addresses of this process take {len(data)} bytes, more than {_WIDTH}; give a shorter "
-            "host name"
-        )
+        raise LinkError(f"host name and addresses take {len(data)} bytes, above {_WIDTH}; give a shorter host name")
     try:
         rows = multihost_utils.process_allgather(np.frombuffer(data.ljust(_WIDTH), np.uint8))
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo's errors are ValueErrors

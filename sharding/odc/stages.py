@@ -144,9 +144,7 @@ class MarkingWalk(Walk):
             if jax.tree.leaves(rest):
                 raise StageError("a stack whose layers return outputs beside the carry can't be cut into stages")
             if _shapes(carried) != _shapes(carry):
-                raise StageError(
-                    f"a layer of a stack gets {_shapes(carry)} and hands on {_shapes(carried)}; they must be equal"
-                )
+                raise StageError(f"a layer of a stack gets {_shapes(carry)} and hands on {_shapes(carried)} instead")
             run = trace.run([*trace.constants, *trace.inputs], trace.equations, trace.outputs)
             bodies[kind] = LayerBody(run, len(trace.constants), len(stacked))
             inputs += [*trace.constants.values(), *stacked]
