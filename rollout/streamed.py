@@ -118,7 +118,7 @@ class StreamedModel:
         )
         outer = {name: params[name] for name in ("embedding", "norm", "head") if name in params}
         self._outer: Params = jax.tree.map(lambda x: jax.device_put(x.astype(self.dtype), self._on_device), outer)
-        self._resident: dict[int, Params] = {}  # the layers that are on the device now, by number
+        self._resident: dict[int, Params] = {}
         self._first: Parts = ()  # the first streamed layer, with which the next pass begins
 
     @staticmethod
@@ -135,6 +135,11 @@ class StreamedModel:
     @property
     def layer_bytes(self) -> int:
         return sum(part.nbytes for part in self._host[0])
+
+    @property
+    def resident(self) -> tuple[int, ...]:
+        """The numbers of the layers that are resident now."""
+        return tuple(sorted(self._resident))
 
     def release(self) -> None:
         """Frees the device memory of all layers; the next batch brings them again."""

@@ -101,7 +101,7 @@ def observations_of(config: Config, processor: Processor) -> ObservationProcesso
         except PromptError as error:
             reasons.append(f"by the role {role}: {error}")
         else:
-            if not found.instability:
+            if found.prefix_stable:
                 return found
             reasons.append(f"by the role {role}: {found.instability}")
     raise ConfigError("data.chat_template: observations of environments can't be shown; " + "; ".join(reasons))

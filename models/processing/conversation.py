@@ -96,6 +96,10 @@ class ObservationProcessor:
         bare = cls(processor, TurnDelimiters.of(processor, role))
         return dataclasses.replace(bare, instability=bare._first_difference(role))
 
+    @property
+    def prefix_stable(self) -> bool:
+        return not self.instability
+
     def tokenise(
         self, text: str, media: Sequence[tuple[str, Source]] = (), *, turn_ids: Sequence[int] = ()
     ) -> list[int]:

@@ -149,7 +149,7 @@ def test_placeholders_that_do_not_stand_for_the_media_are_named(text: str, media
 )
 def test_a_template_that_writes_earlier_messages_anew_is_named(template: str, role: str, fault: str) -> None:
     observations = ObservationProcessor.of(processor_of("qwen3", getattr(templates, template)), role)
-    assert bool(observations.instability) == bool(fault)
+    assert observations.prefix_stable == (not fault)
     if fault:
         with pytest.raises(AssertionError, match=fault):
             raise AssertionError(observations.instability)
@@ -352,6 +352,6 @@ def test_a_small_vocabulary_is_no_fault_of_the_template() -> None:
     """Probes are written with the characters that a tiny vocabulary has."""
     tiny_one = tiny.build(["system user assistant You help.\n", "0123+="])
     processor = dataclasses.replace(tiny_one, chat_template=templates.QWEN2_5)
-    assert not ObservationProcessor.of(processor).instability
+    assert ObservationProcessor.of(processor).prefix_stable
     with pytest.raises(PromptError, match=r"vocabulary: \['z'\]"):
         ObservationProcessor.of(processor).tokenise("z")

@@ -139,7 +139,7 @@ def test_no_more_than_two_layers_beside_the_resident_ones_are_on_the_device(resi
         most, layers = max(most, on_device(model) - outside), layers + 1
     assert layers == 3 * LAYERS
     assert resident * model.layer_bytes * 0.9 < most <= (resident + 2) * model.layer_bytes
-    assert len(model._resident) == resident
+    assert len(model.resident) == resident
     model.release()
     assert on_device(model) == outside
 
@@ -162,7 +162,7 @@ def test_longer_batches_leave_fewer_layers_on_the_device(monkeypatch):
     counts = []
     for length in (4, 40, 400):
         finish(model.score(prompts_of((length,)), ANSWERS))
-        counts.append(len(model._resident))
+        counts.append(len(model.resident))
     assert counts == sorted(counts, reverse=True) and counts[0] == LAYERS and counts[-1] == 0
     room = 4 * model.layer_bytes + pass_bytes(model.text, 1, 16, 0, 4)
     tight = StreamedModel(deep(), pace=pace)
