@@ -224,9 +224,7 @@ class DeepVisionConfig(VisionConfig):
         super().__post_init__()
         layers = self.deepstack_layers
         if any(after <= layer for layer, after in itertools.pairwise((-1, *layers, self.depth))):
-            raise ModelConfigError(
-                f"deepstack_visual_indexes {list(layers)} must grow, and be among the {self.depth} vision layers"
-            )
+            raise ModelConfigError(f"deepstack_visual_indexes {list(layers)} must grow, below depth={self.depth}")
 
     @property
     def stretches(self) -> list[range]:

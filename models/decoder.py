@@ -225,28 +225,25 @@ def packed_mix(inputs: PackedTokens, queries: jax.ShapeDtypeStruct, heads: Delta
     """The mix of packed rows, under the attention rules of `PackedTokens`. `queries` have the head size and the dtype
     of all layers' queries. `heads` are the heads of layers with Gated DeltaNet, if any. Raises ValueError for `heads`
     with inputs that have neither `spread` nor `runs`."""
+    segments_BT, branches_BT, recur = inputs.segments_BT, inputs.branches_BT, None
     if inputs.spread is not None:  # devices share sequences
         from sharding.spread.ulysses import spread_attention
 
-        attend = spread_attention(inputs.spread, inputs.segments_BT, inputs.branches_BT, queries=queries)
+        attend = spread_attention(inputs.spread, segments_BT, branches_BT, queries=queries)
+        if heads is not None:
+            from sharding.spread.recurrence import spread_delta
+
+            recur = spread_delta(inputs.spread, heads, segments_BT.shape[1])
     else:
-        attend = packed_attention(inputs.segments_BT, inputs.branches_BT, queries)
-    return Mix(
-        attention=lambda q, k, v: (attend(q, k, v), None), delta=None if heads is None else _packed_delta(inputs, heads)
-    )
+        attend = packed_attention(segments_BT, branches_BT, queries)
+        if heads is not None:
+            from sharding.kernels.delta import delta_rule
 
-
-def _packed_delta(inputs: PackedTokens, heads: DeltaHeads) -> Callable[[Any], tuple[Array, None]]:
-    if inputs.spread is not None:
-        from sharding.spread.recurrence import spread_delta
-
-        recur = spread_delta(inputs.spread, heads, inputs.tokens_BT.shape[1])
-        return lambda given: (recur(given), None)
-    from sharding.kernels.delta import delta_rule
-
-    if (runs := inputs.runs) is None:
-        raise ValueError("a model with Gated DeltaNet needs the runs of its rows: see PackedTokens.with_runs")
-    return lambda given: (delta_rule(given, heads, runs)[0], None)
+            if (runs := inputs.runs) is None:
+                raise ValueError("a model with Gated DeltaNet needs the runs of its rows: see PackedTokens.with_runs")
+            recur = lambda given: delta_rule(given, heads, runs)[0]  # noqa: E731
+    delta = None if recur is None else lambda given: (recur(given), None)
+    return Mix(attention=lambda q, k, v: (attend(q, k, v), None), delta=delta)
 
 
 def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T D"]:

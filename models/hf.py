@@ -149,10 +149,8 @@ def _is_tied_copy(files: _Files, config: DecoderConfig) -> bool:
 
 
 def _parameter(files: _Files, entry: TensorName, dtype: DTypeLike | None, sharding: Sharding) -> jax.Array:
-    if not entry.stacked:
-        value = entry.from_disk(files.read(entry.name, entry.disk_shape))
-        return place(np.ascontiguousarray(value, dtype=dtype or value.dtype), sharding)
-    return place_stack(_layers_of(files, entry, dtype), len(entry.numbers), sharding)
+    layers = _layers_of(files, entry, dtype)
+    return place_stack(layers, len(entry.numbers), sharding) if entry.stacked else place(next(layers), sharding)
 
 
 def _layers_of(files: _Files, entry: TensorName, dtype: DTypeLike | None) -> Iterator[np.ndarray]:

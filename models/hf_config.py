@@ -71,9 +71,7 @@ def _refuse_sliding_windows(config: JsonObject, layers: int, default_full_layers
         raise ModelConfigError(f"sliding-window attention is not supported (use_sliding_window in {where})")
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     if kinds:
-        raise ModelConfigError(
-            f"layer_types {', '.join(sorted(kinds))} in {where} are not supported; supported is full_attention"
-        )
+        raise ModelConfigError(f"layer_types {', '.join(sorted(kinds))} in {where}: only full_attention is supported")
 
 
 def _rope_settings(config: JsonObject, field: str, read: Mapping[str, set[str]]) -> tuple[str, JsonObject]:
@@ -144,9 +142,7 @@ def read_rope(
     first, *further = readings
     for field in further:
         if differing := [name for name, value in vars(readings[field]).items() if value != getattr(rope, name)]:
-            raise ModelConfigError(
-                f"{first} and {field} contradict each other ({', '.join(differing)}); keep one of them"
-            )
+            raise ModelConfigError(f"{first} and {field} contradict each other ({', '.join(differing)}); keep one")
     return rope
 
 
@@ -199,9 +195,7 @@ def read_tower(config: JsonObject, activation: str, *more: str) -> dict[str, Any
     where = "vision_config of config.json"
     refuse_quantised(config, where)
     if config.get("hidden_act", activation) != activation:
-        raise ModelConfigError(
-            f"vision hidden_act {config['hidden_act']!r} is not supported; supported is {activation}"
-        )
+        raise ModelConfigError(f"vision hidden_act {config['hidden_act']!r} is not supported; only {activation} is")
     needed = ("hidden_size", "intermediate_size", "depth", "num_heads", "out_hidden_size")
     optional = ("patch_size", "temporal_patch_size", "spatial_merge_size", *more)
     return {

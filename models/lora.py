@@ -57,9 +57,7 @@ def _adapted_weights(config: DecoderConfig, lora: Lora) -> list[TensorName]:
         if "_proj" in name and weight.path[0] != "visual":
             found.setdefault(name, []).append(weight)
     if missing := [target for target in lora.targets if target not in found]:
-        raise ModelConfigError(
-            f"lora.targets has {', '.join(missing)}, but this model's layers have the projections {', '.join(found)}"
-        )
+        raise ModelConfigError(f"lora.targets has {', '.join(missing)}; the projections are {', '.join(found)}")
     return [weight for name, weights in found.items() if name in lora.targets for weight in weights]
 
 
@@ -161,14 +159,10 @@ def _check_settings(folder: pathlib.Path, said: dict[str, Any], lora: Lora) -> N
     wanted: dict[str, Any] = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, **defaults}
     for name, value in wanted.items():
         if (found := said.get(name, defaults.get(name))) != value:
-            raise CheckpointError(
-                f"{folder / SETTINGS}: {name} is {json.dumps(found)}, but must be {json.dumps(value)}"
-            )
+            raise CheckpointError(f"{folder / SETTINGS}: {name} is {json.dumps(found)}, not {json.dumps(value)}")
     for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform"):
         if said.get(name):
-            raise CheckpointError(
-                f"{folder / SETTINGS}: {name} is set, which is not supported: all layers must have the same adapters"
-            )
+            raise CheckpointError(f"{folder / SETTINGS}: {name} is set, but all layers must have the same adapters")
 
 
 def _read(file: pathlib.Path) -> dict[str, np.ndarray]:

@@ -129,10 +129,10 @@ class Recorder(Walk):
         return last, ys
 
 
-def one_row(inputs: ModelInput) -> PackedTokens:
-    """The sequence as a packed row of its own."""
+def our_parts(model: Any, inputs: ModelInput) -> dict[str, np.ndarray]:
+    """The parts of the model by name, as `models.decoder` computes them."""
     ones = np.ones((1, len(inputs)), np.int32)
-    return PackedTokens(
+    packed = PackedTokens(
         tokens_BT=inputs.token_ids_T[None],
         segments_BT=ones,
         branches_BT=ones - 1,
@@ -141,11 +141,6 @@ def one_row(inputs: ModelInput) -> PackedTokens:
         feature_index_BT=inputs.feature_index_T[None],
         vision=inputs.vision,
     )
-
-
-def our_parts(model: Any, inputs: ModelInput) -> dict[str, np.ndarray]:
-    """The parts of the model by name, as `models.decoder` computes them."""
-    packed = one_row(inputs)
     packed = packed if model.config.text.delta is None else packed.with_runs()
     hidden = hidden_states(model, packed, walk := Recorder())
     embedded, states_LBTD = walk.stacks[-1]  # stacks of the tower come first

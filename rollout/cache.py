@@ -28,23 +28,15 @@ LayerRows = tuple[Array, Array]  # keys and values of one layer [B, K, T, H], as
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StateWrites:
-    """Slot `slot_B[b]` gets the state behind prefilled row `row_B[b]`. Out-of-range slots (padding) are not written."""
-
-    slot_B: Int[AnyArray, " B"]
-    row_B: Int[AnyArray, " B"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class PageWrites:
     """Entry `s` of page `page_W[w]` gets column `column_WS[w, s]` of prefilled row `row_W[w]`. Out-of-range pages
-    (padding) are not written. `states` are given if the model has layers with states."""
+    (padding) are not written. If the model has layers with states, `states` are (slots, rows): slot `slots[b]` gets the
+    state behind prefilled row `rows[b]`. Out-of-range slots (padding) are not written."""
 
     page_W: Int[AnyArray, " W"]
     row_W: Int[AnyArray, " W"]
     column_WS: Int[AnyArray, "W S"]
-    states: StateWrites | None = None
+    states: tuple[Int[AnyArray, " B"], Int[AnyArray, " B"]] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -128,10 +120,10 @@ class KVCache:
             new_WSLKH = new[:, writes.row_W[:, None], :, writes.column_WS]
             return x.at[:, writes.page_W].set(jnp.moveaxis(new_WSLKH, (0, 1), (1, 3)), mode="drop")
 
-        k, v, ends = rows
-        to, states = writes.states, None
-        if ends is not None and to is not None:
-            states = self._written(to.slot_B, jax.tree.map(lambda x: x[:, to.row_B], ends))
+        (k, v, ends), states = rows, None
+        if ends is not None and writes.states is not None:
+            slot_B, row_B = writes.states
+            states = self._written(slot_B, jax.tree.map(lambda x: x[:, row_B], ends))
         return KVCache(write(self.k_LCKSH, k), write(self.v_LCKSH, v), states)
 
 

@@ -204,7 +204,7 @@ class DeviceState:
             rows, hidden_BTD = step.batch.outputs = step.batch.outputs or self._prefill(step.batch, lost)
             sizes = (*step.batch.inputs.tokens_BT.shape, len(step.writes.page_W))
             if step.writes.states is not None:
-                sizes = (*sizes, len(step.writes.states.slot_B))
+                sizes = (*sizes, len(step.writes.states[0]))
             if step.starts is None:
                 self.shapes.add(("fill", sizes))
                 self.cache = self.programs.fill(self._ready_cache(), rows, step.writes)

@@ -1,10 +1,7 @@
 """A fleet of rollout servers behind engines: routing, health, restarts, and proof that servers have their weights.
 
-Each engine is a *seat* of the fleet, with one or several servers. A request runs on the least loaded server of its
-seat. If a server dies, hangs or gives a wrong answer, its samples keep their tokens and go on at another server, of
-another seat if need be. The fleet restarts servers that it started, and waits for other servers. A server that is back
-gets the seat's weights before it runs requests. The fleet works in a thread of its own, so that it outlives event
-loops.
+Each engine is a *seat* of the fleet, with one or several servers. The fleet works in a thread of its own, so that it
+outlives event loops. `docs/servers.md` ("How it works") has the ways of requests, weights and servers.
 """
 
 from __future__ import annotations

@@ -188,9 +188,7 @@ class FleetJob:
                 if unknown := set(reply.versions) - {served for served in server.served if served >= least}:
                     reply.versions = []
                     reply.finish = None
-                    raise ServerError(
-                        f"{server!r} answers with weights of versions {sorted(unknown)}, which it was not given"
-                    )
+                    raise ServerError(f"{server!r} answers with weights {sorted(unknown)}, which it was not given")
                 self._keep(sample, reply)
                 if finish is not FinishReason.ABORT or sample in self._aborted:
                     self._end(sample, finish)

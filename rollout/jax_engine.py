@@ -24,7 +24,7 @@ import itertools
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
 import jax
 import numpy as np
@@ -42,10 +42,7 @@ from .engine_weights import EngineLayout
 from .in_flight import Flight, Job
 from .requests import EngineLimits, Mailbox, TokenStream
 from .scheduler import Delivery, Scheduler
-from .slots import PAGE_TOKENS, DecodeRound, doubling, pages_for
-
-if TYPE_CHECKING:
-    from .lowered import EngineArrays
+from .slots import PAGE_TOKENS, doubling, pages_for
 
 UNKNOWN_MEMORY = 4 << 30  # bytes of a cache, at most, if devices don't report their free memory
 LEAST_CACHE = 256  # tokens in the smallest cache of `generate_once`, doubled until the response fits
@@ -93,13 +90,9 @@ class JaxEngine:
     ) -> None:
         sizes = {"slots": slots, "max_sequence_tokens": max_sequence_tokens}
         if min(sizes.values()) < 1 or min(steps_per_sync, kept_states) < 0:
-            raise EngineError(
-                f"all of these must be positive: {sizes}; {steps_per_sync=} and {kept_states=} must not be negative"
-            )
+            raise EngineError(f"these must be positive: {sizes}; and not negative: {steps_per_sync=}, {kept_states=}")
         if kv_tokens < 0 or not 0 < kv_fraction <= 1:
-            raise EngineError(
-                f"kv_tokens={kv_tokens} must not be negative, and kv_fraction={kv_fraction} must be in (0, 1]"
-            )
+            raise EngineError(f"{kv_tokens=} must not be negative, and {kv_fraction=} must be in (0, 1]")
         layout = EngineLayout.of(devices)
         self._limits = EngineLimits.of(
             model.config,
@@ -162,7 +155,8 @@ class JaxEngine:
         arrays = EngineArrays(self._device.abstract, limits, self._device.dtype, self.devices)
         for size in turns.round_sizes(limits, samples, sampling.max_new_tokens):
             batch = arrays.round(size, sampling)
-            self._device.compiling[decode_program(batch)] = threads.submit(_compiled, arrays, batch)
+            compiling = threads.submit(lambda batch=batch: arrays.decode(batch).compile())
+            self._device.compiling[decode_program(batch)] = compiling
 
     async def abort(self, rid: str) -> None:
         """Returns when the slots are free. Streams still get the tokens of turns in flight, before the `ABORT`. Returns
@@ -203,11 +197,6 @@ class JaxEngine:
                 raise
             self._version = version
             self._scheduler.invalidate()
-
-    async def rename_weights(self, version: int) -> None:
-        """Gives the present weights the number `version` from the next token on."""
-        async with self._between_turns():
-            self._version = version
 
     async def disk_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Returns (name, tensor) of every weight that is served (`DeviceState.disk_tensors`). Each tensor is copied to
@@ -453,10 +442,6 @@ class JaxEngine:
             error = EngineError(f"request {job.request.rid!r} was lost: {reason}")
             error.__cause__ = cause
             job.sink.close(error)
-
-
-def _compiled(arrays: EngineArrays, batch: DecodeRound) -> None:
-    arrays.decode(batch).compile()
 
 
 def _described(error: Exception) -> str:

@@ -1,7 +1,6 @@
 """The pixels of an engine's prompts: fetched while the device computes, and turned into features.
 
-Prompts may travel without pixels (`models.shadow`). Each turn of the engine fetches the pixels of its prompts, and
-begins to fetch the pixels of the next turn. Used pixels are not kept.
+Each turn of the engine fetches the pixels of its prompts, and begins to fetch those of the next turn.
 
 A prompt with too many patches for one program is computed in groups of frame pairs. Attention of the vision tower never
 leaves a frame pair, so features do not depend on the frame pairs that are computed together. Features stay on the

@@ -187,16 +187,11 @@ def _vision(vision: Any, config: VisionConfig, shadows: bool) -> VisionInput:
     if not isinstance(vision, VisionInput):
         raise ValueError(f"prompt.vision must be a VisionInput, not {_shown(vision)}")
     if vision.route is not None:
-        raise ValueError(
-            "prompt.vision.route must be None: an engine takes prompts before media are routed between devices"
-        )
+        raise ValueError("prompt.vision.route must be None: engines take prompts before media are routed")
     patches_PX = _patches(vision.patches_PX, config.patch_values, shadows)
     P = len(patches_PX)
     if not P or P % config.merge_unit:
-        raise ValueError(
-            f"prompt.vision has {P} patches; the number must be a multiple of {config.merge_unit}, the patches of a "
-            "feature"
-        )
+        raise ValueError(f"prompt.vision has {P} patches, which must be a multiple of {config.merge_unit}")
     frames_P = _integers("prompt.vision.frame_segments_P", vision.frame_segments_P, (P,), 0, P)
     bound = as_integer("prompt.vision.frame_bound", vision.frame_bound, 0)
     longest = int(np.bincount(frames_P)[1:].max(initial=0))

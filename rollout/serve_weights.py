@@ -13,7 +13,6 @@ import hashlib
 import pathlib
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -64,7 +63,6 @@ class WeightRoutes:
         ):
             yield Route(path, self._reported(handler), methods=["POST"])
         yield pull_route(set())
-        yield Route("/update_weight_version", self._rename, methods=["POST"])
         yield Route("/weights_checker", self._check, methods=["GET", "POST"])
 
     def _reported(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -88,7 +86,7 @@ class WeightRoutes:
         folder = body.get("model_path")
         if not isinstance(folder, str) or not folder:
             raise BadRequest("model_path must be a string that is not empty")
-        version = _given_version(body)
+        version = given_version(body)
         await self._abort_if_asked(body)
         try:
             await self._serve(folder, version)
@@ -110,7 +108,7 @@ class WeightRoutes:
             data = await asyncio.to_thread(base64.b64decode, given[0], validate=True)
         except binascii.Error as error:
             raise BadRequest(f"serialized_named_tensors: {error}") from None
-        version = _given_version(body)
+        version = given_version(body)
         self._session |= await asyncio.to_thread(_tensors, data)
         self._session_version = self._session_version if version is None else version
         return {"message": "Success"}
@@ -141,15 +139,6 @@ class WeightRoutes:
         params = models.split(loaded)[1]
         del loaded
         await self._engine.update_weights(self._engine.stats().version if version is None else version, params)
-
-    async def _rename(self, request: Request) -> Response:
-        body = read_json_object(await request.body())
-        version = weight_version(body.get("new_version"), "new_version")
-        async with self._lock:
-            await self._abort_if_asked(body)
-            await self._engine.rename_weights(version)
-        message = f"Weight version updated to {version}"
-        return AsciiJSON({"success": True, "message": message, "new_version": str(version)})
 
     async def _check(self, request: Request) -> Response:
         action = read_json_object(await request.body()).get("action", "checksum")
@@ -184,13 +173,11 @@ def _tensors(data: bytes) -> dict[str, np.ndarray]:
     }
 
 
-def weight_version(text: object, name: str = "weight_version") -> int:
-    """The number in a version's text: decimal digits without leading zeros. Raises BadRequest."""
+def given_version(body: Json) -> int | None:
+    """The `weight_version` of a body: decimal digits without leading zeros. Raises BadRequest."""
+    text = body.get("weight_version")
+    if text is None:
+        return None
     if not isinstance(text, str) or not text.isdecimal() or len(text) > 18 or str(int(text)) != text:
-        raise BadRequest(f'{name} must be a string with a number in decimal digits, as "7"')
+        raise BadRequest('weight_version must be a string with a number in decimal digits, as "7"')
     return int(text)
-
-
-def _given_version(body: Json) -> int | None:
-    given: Any = body.get("weight_version")
-    return None if given is None else weight_version(given)

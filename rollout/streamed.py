@@ -1,12 +1,8 @@
-"""A model whose layers travel from host memory to the device while other layers compute.
+"""A model whose layers travel from host memory to the device while other layers compute (`docs/rewards.md`).
 
-Flexes (RollPacker, section 4.3) places a judge beside the actor in this way. The results are those of the model with
-all its layers on the device. Work goes layer by layer. Between two layers the caller may let other programs have the
-device (`rollout.streamed_judge`).
-
-Flexes changes the number of layers in host memory with the sequence length, but the paper gives no formula. The rule
-here follows from the pipeline. Of `L` layers, `S` evenly spread layers are streamed, so that `L // S` layers compute
-while a streamed layer travels.
+The results are those of the model with all its layers on the device. Work goes layer by layer. Between two layers the
+caller may let other programs have the device (`rollout.streamed_judge`). Of `L` layers, `S` evenly spread layers are
+streamed, so that `L // S` layers compute while a streamed layer travels.
 """
 
 from __future__ import annotations
@@ -114,9 +110,7 @@ class StreamedModel:
         stacks = {kind: by_path(params[kind]) for kind in self._programs.kinds}
         dtypes = {stack.dtype for stack in jax.tree.leaves(stacks)}
         if compute_dtype is None and len(dtypes) > 1:
-            raise EngineError(
-                f"the layers' weights have several dtypes, {sorted(map(str, dtypes))}: give compute_dtype"
-            )
+            raise EngineError(f"the layers have several dtypes, {sorted(map(str, dtypes))}: give compute_dtype")
         self.dtype = np.dtype(compute_dtype or dtypes.pop())
         exact_products(self.dtype)
         self._host = model.stack.in_order(

@@ -1,8 +1,6 @@
 """A layer-streamed judge that shares a device with an engine: its layers compute between the turns (`rollout.turns`).
 
-Flexes (RollPacker, section 4.3) runs judge and actor at once, in two processes that divide a GPU's multiprocessors
-(MPS). Here judge and engine share a process and take turns on the device: the judge gets a share of the time, one layer
-after the other. This judge was not tried on a GPU.
+The judge gets a share of the time, one layer after the other. It was not tried on a GPU (`docs/rewards.md`).
 """
 
 from __future__ import annotations

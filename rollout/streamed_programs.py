@@ -1,9 +1,8 @@
 """The compiled programs of a layer-streamed model: embedding, one layer, log-probabilities and likeliest tokens.
 
-The program that computes a layer also brings parts of a later layer's weights from the host. The compiler therefore
-sees both the transfer and the computation that hides it, and starts the transfer first
-(`tests/rollout/test_streamed_overlap.py` asserts this for an H100's schedule). Parts are flat arrays: XLA has two
-copies under way at a time, and with one array for each weight it waited for nearly all copies before it computed.
+The program that computes a layer also brings parts of a later layer's weights from the host, so that the compiler sees
+both the transfer and the computation that hides it. Parts are flat arrays: XLA has two copies under way at a time, and
+with one array for each weight it waited for nearly all copies before it computed.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +38,6 @@ Packing: TypeAlias = tuple[Int[Array, "B T"], Int[Array, "B T"], PackedRuns | No
 Reach: TypeAlias = tuple[Int[Array, " B"], Int[Array, ""], Int[Array, ""]]  # (length_B, first, number) of `decode`
 
 
-class LayerKind(NamedTuple):
-    """The layers of one kind: their structure, and the shapes of a layer's weights by path."""
-
-    graphdef: nnx.GraphDef
-    shapes: dict[tuple, tuple[int, ...]]
-
-
 class StreamedPrograms:
     """The programs of one architecture. `outer` are the model's weights without the layers (and without a vision
     tower). A `layer` is the weights of a resident layer, or the parts of a streamed layer; its `kind` is one of
@@ -54,11 +46,12 @@ class StreamedPrograms:
     def __init__(self, config: DecoderConfig) -> None:
         self.walk, self._delta = Walk(), config.text.delta
         model = models.abstract(config)
-        self.kinds: dict[str, LayerKind] = {}
+        self.kinds: dict[str, dict[tuple, tuple[int, ...]]] = {}  # the shapes of a layer's weights, by kind and path
+        self._graphdefs = {kind: nnx.graphdef(module) for kind, module in model.stack.modules.items()}
         for kind, module in model.stack.modules.items():
             stacks = by_path(nnx.to_pure_dict(nnx.state(module)))
-            self.kinds[kind] = LayerKind(nnx.graphdef(module), {path: x.shape[1:] for path, x in stacks.items()})
-        largest = max(sum(map(math.prod, kind.shapes.values())) for kind in self.kinds.values())
+            self.kinds[kind] = {path: x.shape[1:] for path, x in stacks.items()}
+        largest = max(sum(map(math.prod, shapes.values())) for shapes in self.kinds.values())
         self.part_size = -(-largest // PARTS)  # values of a part; the last part is padded
         for name in {*self.kinds, "visual"} & vars(model).keys():
             delattr(model, name)
@@ -72,13 +65,13 @@ class StreamedPrograms:
 
     def pack(self, weights: dict[tuple, np.ndarray], dtype: np.dtype, *, kind: str) -> list[np.ndarray]:
         """Packs the weights of one layer, given by path, into parts."""
-        flat = np.concatenate([weights[path].reshape(-1) for path in self.kinds[kind].shapes]).astype(dtype)
+        flat = np.concatenate([weights[path].reshape(-1) for path in self.kinds[kind]]).astype(dtype)
         return np.split(np.pad(flat, (0, self.part_size * PARTS - len(flat))), PARTS)
 
     def _unpack(self, parts: Parts, *, kind: str) -> Params:
         weights: dict[tuple, Array] = {}
         start = 0
-        for path, shape in self.kinds[kind].shapes.items():
+        for path, shape in self.kinds[kind].items():
             stop = start + math.prod(shape)
             begins = [self.part_size * number for number in range(PARTS)]
             pieces = [
@@ -92,7 +85,7 @@ class StreamedPrograms:
 
     def _module(self, layer: Layer, kind: str) -> Any:
         weights = layer if isinstance(layer, dict) else self._unpack(layer, kind=kind)
-        return nnx.merge(self.kinds[kind].graphdef, weights)
+        return nnx.merge(self._graphdefs[kind], weights)
 
     def _embed(
         self, outer: Params, tokens_BT: Int[Array, "B T"], positions_3BT: Int[Array, "3 B T"]

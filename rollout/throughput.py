@@ -49,24 +49,20 @@ class Profile:
         """Reads a file. Raises ProfileError if it is missing, is no JSON, or has another version or too few fields."""
         try:
             read = json.loads(pathlib.Path(path).read_text())
-        except OSError as error:
-            raise ProfileError(f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise ProfileError(f"{path} is not JSON: {error}") from error
-        version = read.get("version") if isinstance(read, dict) else None
-        if version != VERSION:
-            raise ProfileError(f"{path} is no profile of version {VERSION} (its version: {version})")
-        try:
+            if read["version"] != VERSION:
+                raise ValueError(f"its version is {read['version']}")
             names = [field.name for field in dataclasses.fields(Point)]
             points = tuple(Point(*(fields[name] for name in names)) for fields in read["points"])
             if wrong := [point for point in points if not min(dataclasses.astuple(point)) > 0]:
                 raise ValueError(f"all numbers of {wrong[0]} must be positive")
-            profile = Profile(str(read["device"]), int(read["devices"]), dict(read["model"]), points)
+            if not points:
+                raise ValueError("it has no points")
+            return Profile(str(read["device"]), int(read["devices"]), dict(read["model"]), points)
+        except OSError as error:
+            raise ProfileError(f"{path} cannot be read: {error.strerror}") from error
         except (KeyError, TypeError, ValueError) as error:
-            raise ProfileError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-        if not points:
-            raise ProfileError(f"{path} has no points")
-        return profile
+            wrong = f"{type(error).__name__}: {error}"
+            raise ProfileError(f"{path} is no profile of version {VERSION}: {wrong}") from error
 
     def best_degree(self, batch: int, length: int, devices: int) -> int:
         """The degree at which the engines on `devices` devices together decode the most tokens a second, if these

@@ -29,7 +29,7 @@ from models.inputs import ModelInput, PackedTokens, VisionInput, concatenate, pa
 from models.shadow import ShadowTensor
 from sharding.kernels.runs import chunk_size, packed_runs
 
-from .cache import Context, PageWrites, Rows, StateWrites
+from .cache import Context, PageWrites, Rows
 from .in_flight import Job, RunningSample
 from .programs import Starts
 from .requests import EngineLimits
@@ -345,7 +345,7 @@ def _with_states(scheduler: Scheduler, writes: PageWrites, states: list[int], ro
         return writes
     size = doubling(len(states), _least_rows(limits), limits.slots)
     slot_B = scheduler.table.padded(states, size)
-    return dataclasses.replace(writes, states=StateWrites(slot_B, np.pad(row_B, (0, size - len(row_B)))))
+    return dataclasses.replace(writes, states=(slot_B, np.pad(row_B, (0, size - len(row_B)))))
 
 
 def plan_round(scheduler: Scheduler) -> RoundPlan:

@@ -76,13 +76,9 @@ def request_body(
     if prompt.vision is not None:
         for field, media in _media(prompt, config, known if request.session else None).items():
             (set() if names is None else names).update(name for name, _ in media.get("pieces", ()))
-            body[field] = [
-                [
-                    FORMAT
-                    + json.dumps({**({"key": media["key"]} if place else media), **_positions(prompt, len(prefix))})
-                ]
-                for place, prefix in enumerate(prefixes)
-            ]
+            shown = [media, *({"key": media["key"]} for _ in samples[1:])]
+            entries = (part | _positions(prompt, len(prefix)) for part, prefix in zip(shown, prefixes, strict=True))
+            body[field] = [[FORMAT + json.dumps(entry)] for entry in entries]
     return body
 
 
@@ -175,9 +171,7 @@ def _in_window_order(
         rows = prompt.feature_index_T[run]
         first = int(rows.min())
         if not np.array_equal(rows - first, arrange([grid], PatchLayout.of(config)).feature_order):
-            raise EngineError(
-                f"tokens {run[0]} .. {run[-1]} of the prompt show a medium whose patches are in another order"
-            )
+            raise EngineError(f"tokens {run[0]} .. {run[-1]} of the prompt show a medium with patches in another order")
         tensors.append(patches_PX[first * config.merge_unit : (first + len(run)) * config.merge_unit])
     return tensors[0] if len(tensors) == 1 else np.concatenate(tensors)  # type: ignore[call-overload]
 
@@ -337,10 +331,7 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
         for start, end, grid in zip(ends - sizes, ends, grids.tolist(), strict=True):
             shown = places[start // unit : end // unit]
             if shown[-1] - shown[0] >= len(shown):
-                raise BadRequest(
-                    f"{field}: the {len(shown)} placeholder tokens of a medium must follow each other without other "
-                    "tokens between them"
-                )
+                raise BadRequest(f"{field}: the {len(shown)} placeholder tokens of a medium must follow each other")
             runs.append((int(shown[0]), patches[start:end], tuple(grid)))
     runs.sort(key=lambda run: run[0])
     try:

@@ -2,17 +2,8 @@
 
 Logits of 16k tokens over a vocabulary of 152k are 10 GB in float32 and their gradient as much again. Here a chunk's
 logits are computed, used and dropped. The backward pass computes the logits again, given the saved log-normaliser. On
-NVIDIA GPUs, the kernels of `kernels.head_kernels` compute instead; this module launches them.
-
-In the kernels' forward pass, logits exist in registers only. Each program goes through a part of the vocabulary for
-some tokens; the sums of the parts, `[parts, T]`, are combined here.
-
-In the kernels' backward pass, the vocabulary is cut into chunks. A kernel computes a chunk's logits again and writes
-the gradients of these logits, `[T, width]`, in the dtype of the hidden states. From the gradients, two matrix products
-of XLA (cuBLAS, or a faster kernel that XLA finds) compute the chunk of the head's gradient, and a term of the hidden
-states' gradient. The terms are summed in float32. Each number of the head's gradient is thus one sum over all tokens,
-rounded once, and no complete float32 copy of this gradient exists. Nothing is added by atomics: the same inputs give
-the same bits.
+NVIDIA GPUs, the kernels of `kernels.head_kernels` compute instead (`docs/parallelism.md`, "Kernels and walks"); this
+module launches them.
 """
 
 import functools

@@ -1,8 +1,7 @@
 """The walk over a model's layers, which every strategy shares, and the types of losses and results.
 
-A strategy decides where weights come from and what the backward pass keeps while a stack of layers is walked. A model
-never asks on how many devices it runs. The model calls `walk.use(module)` before it reads a module's weights and
-`walk.scan(...)` over its `Stack` of layers. In these calls FSDP gathers weights.
+A strategy decides where weights come from and what the backward pass keeps while a stack of layers is walked
+(`docs/parallelism.md`, "Kernels and walks").
 
 Under fully sharded data parallelism (`Fsdp`), every device holds a slice of every weight and computes its own rows. A
 layer's weights are gathered when the walk reaches the layer, and dropped after it. The transpose of the gather scatters

@@ -1,9 +1,8 @@
 """A weight is declared once; its abstract shape, initial value, sharding and gather derive from the declaration.
 
 Low-rank adapters (LoRA, arXiv:2106.09685) are weights, too: beside `q` (`[in..., out...]`, frozen) are `q_lora_a`
-(`[in..., R]`) and `q_lora_b` (`[R, out...]`), which are trained. No model reads adapters. When a layer is used, a walk
-adds `factor * a @ b` in float32 to the shard of `q` that a device holds, before it casts and gathers the sum. Every
-strategy thus computes with the weights that engines get (`with_adapters`).
+(`[in..., R]`) and `q_lora_b` (`[R, out...]`), which are trained. When a layer is used, a walk adds `factor * a @ b` in
+float32 to the shard of `q` that a device holds, before it casts and gathers the sum (`docs/parallelism.md`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Turns the observations of an environment into model inputs that go on behind the model's turns.
+"""Turns the observations of an environment into token ids that go on behind the model's turns.
 
 The ids that a model sampled are never tokenised again. An observation is tokenised alone, between delimiters that come
 from the chat template. `ObservationProcessor.of` compares conversations that are put together in this way with the
@@ -13,13 +13,10 @@ import json
 import re
 from collections.abc import Sequence
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from ..config import JsonObject
-from ..inputs import ModelInput
-from ..shadow import ShadowTensor
-from .media_file import Medium, PromptError, Source
+from .media_file import PromptError, Source
 from .processor import MARK, MARKS, PADS, VISION_END, VISION_START, Processor
 
 ONE_TURN = "one turn: each turn is a sample, trained on behind the prompt that the engine saw"
@@ -84,7 +81,7 @@ def _around(processor: Processor, role: str, observation: str, shown: str = "") 
 
 @dataclasses.dataclass(frozen=True)
 class ObservationProcessor:
-    """Turns observations into model inputs. `instability` is "" if the template's rendering of a conversation begins
+    """Turns observations into token ids. `instability` is "" if the template's rendering of a conversation begins
     with that of each shorter conversation. Otherwise it names the first difference, and the view that suits the
     template: conversations that are put together are not those that the template writes."""
 
@@ -120,22 +117,6 @@ class ObservationProcessor:
             else:
                 ids += encode_as_text(self.processor, part)
         return [*ids, *between.after_ids]
-
-    def observation(
-        self,
-        text: str,
-        media: Sequence[Medium] = (),
-        patches_PX: np.ndarray | ShadowTensor | None = None,
-        *,
-        turn_ids: Sequence[int] = (),
-        start: int = 0,
-    ) -> ModelInput:
-        """The model input of the tokens that follow a turn: see `tokenise`, and `Processor.lay_out` for `patches_PX`.
-        Each mark of the text stands for one of `media`, in order. The first token has the rotary position `start`: the
-        `next_position` of the tokens before the turn plus the number of tokens of the turn. Feature indices count from
-        0."""
-        ids = self.tokenise(text, [(medium.kind, "") for medium in media], turn_ids=turn_ids)
-        return self.processor.lay_out(self.processor.outline_of(ids, media), patches_PX, start=start)
 
     def _first_difference(self, role: str) -> str:
         """Compares conversations that are put together with those that the template renders. Returns "" or a sentence

@@ -283,7 +283,13 @@ def video_facts(source: Source, limits: DecodeLimits, *, count: bool = False) ->
     with opened(source) as file:
         container, stream = open_container(file, name, limits)
         with container, _errors(name):
-            width, height, begin = _first_frame(container, stream, name, limits)
+            stream.codec_context.thread_count = 1  # threads do not speed up a single frame
+            if (frame := next(iter(container.decode(stream)), None)) is None:
+                raise MediaError(name, "no frame can be decoded")
+            check_size(frame.width, frame.height, name, limits)
+            sides = (frame.width, frame.height)
+            width, height = sides[::-1] if round(frame.rotation / 90) % 2 else sides
+            begin = frame.pts
             said, seconds = stream.frames, rated(stream.frames, stream)
         if 0 < said <= limits.frames and not count:
             return Facts(width, height, said, seconds, counted=False)
@@ -291,18 +297,6 @@ def video_facts(source: Source, limits: DecodeLimits, *, count: bool = False) ->
         with container, _errors(name):
             frames, seconds = _count(container, stream, begin, name, limits)
     return Facts(width, height, frames, seconds)
-
-
-def _first_frame(
-    container: InputContainer, stream: VideoStream, name: str, limits: DecodeLimits
-) -> tuple[int, int, int | None]:
-    """Width and height of the first frame, upright, and its time in ticks."""
-    stream.codec_context.thread_count = 1  # threads do not speed up a single frame
-    for frame in container.decode(stream):
-        check_size(frame.width, frame.height, name, limits)
-        sides = (frame.height, frame.width) if round(frame.rotation / 90) % 2 else (frame.width, frame.height)
-        return *sides, frame.pts
-    raise MediaError(name, "no frame can be decoded")
 
 
 def _count(

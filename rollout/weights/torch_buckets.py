@@ -5,9 +5,7 @@ A flattened bucket is `{"flattened_tensor": bytes of all tensors as one uint8 te
 make is written opcode by opcode.
 
 PyTorch shares only memory of its own allocator with other processes of this host. A shared bucket is therefore
-PyTorch's memory in this process, filled from JAX's arrays by DLPack, from device to device, so that no byte goes
-through the host. Servers open memory of a GPU by CUDA IPC, and memory of a CPU as PyTorch's shared memory, so that the
-route runs on any machine.
+PyTorch's memory in this process, filled from JAX's arrays (route `ipc` in `docs/servers.md`).
 """
 
 # pyright: reportPrivateImportUsage=false

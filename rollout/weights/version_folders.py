@@ -3,14 +3,7 @@
 `SOURCE/weight_v000007` is the delta from the version before, or a whole version (an Orbax item with the model's
 configuration). It is a whole version if there is no smaller delta, or if the last `FULL_EVERY` versions are deltas. A
 folder appears under its name when it is complete. `pull` makes a checkpoint folder of a version in a host's own memory,
-for servers to read.
-
-A delta is lossless: XOR of the words of two versions, compressed by zstd. After a small step, most weights are the same
-in bfloat16: the XOR is zeros with a few bits between. A delta's folder has the layout of SGLang's `/pull_weights` (pull
-request 30367) and slime's disk deltas. Its index has the form of a checkpoint's index; the index's metadata name the
-base, which is the version before. A safetensors file has the compressed words of every changed tensor, and the xxh3 of
-every tensor of the version and of its `config.json`. Only these checksums show a wrong base, or a damaged name of a
-changed tensor, which would leave the tensor unchanged.
+for servers to read. `docs/servers.md` has the format of a delta.
 """
 
 from __future__ import annotations
@@ -93,23 +86,17 @@ class VersionFolders:
             if self.last is not None and published.version <= self.last.version:  # an older version
                 self._end()
                 self._begin()
+            last = self.last if self._delta and self._since_full < FULL_EVERY else None
             with _appearing(self.folder(published)) as part:
-                if not self._write_delta(part, published):
+                new = published.folder / SINGLE
+                if last is not None and write_delta(part, last.folder / SINGLE, new, last.version, published.version):
+                    self._since_full += 1
+                else:
                     self._write_whole(part, published)
             self.last = published
 
     def folder(self, published: Published) -> pathlib.Path:
         return self.source / folder_name(published.version)
-
-    def _write_delta(self, folder: pathlib.Path, published: Published) -> bool:
-        last = self.last
-        if last is None or not self._delta or self._since_full >= FULL_EVERY:
-            return False
-        old, new = last.folder / SINGLE, published.folder / SINGLE
-        if write_delta(folder, old, new, last.version, published.version) is None:
-            return False
-        self._since_full += 1
-        return True
 
     def _write_whole(self, folder: pathlib.Path, published: Published) -> None:
         folder.mkdir()
@@ -345,9 +332,7 @@ def _changed(old: pathlib.Path, new: pathlib.Path, name: str) -> tuple[int, byte
     with safe_open(old, framework="numpy") as before, safe_open(new, framework="numpy") as after:
         was, now = before.get_tensor(name), after.get_tensor(name)
     if (was.shape, was.dtype) != (now.shape, now.dtype):
-        raise DeltaError(
-            f"{name} is {now.dtype} of shape {now.shape} in {new}, but {was.dtype} of shape {was.shape} in {old}"
-        )
+        raise DeltaError(f"{name} is {now.dtype} of shape {now.shape} in {new}, but {was.dtype} {was.shape} in {old}")
     words = as_bytes(was) ^ as_bytes(now)
     if not words.any():
         return now.nbytes, None, checksum(now)
@@ -394,9 +379,7 @@ def read_delta(folder: pathlib.Path) -> Delta | None:
     if "base_version" not in metadata:
         return None
     if unknown := {key: metadata.get(key) for key, value in FORMAT.items() if metadata.get(key) != value}:
-        raise DeltaError(
-            f"{folder}: the delta has {json.dumps(unknown)}, but this release reads only {json.dumps(FORMAT)}"
-        )
+        raise DeltaError(f"{folder}: the delta has {json.dumps(unknown)}; this release reads {json.dumps(FORMAT)}")
     version, base = int(metadata["version"]), int(metadata["base_version"])
     if base >= version or folder.name != folder_name(version):
         raise DeltaError(f"{folder}: a delta from version {base} to version {version} can't be in this folder")

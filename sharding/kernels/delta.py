@@ -167,19 +167,13 @@ def _block(heads: DeltaHeads, conv_XS: Array, carry: tuple[Array, Array], chunks
     return carry, jnp.moveaxis(out, 4, 2)
 
 
-@jax.custom_vjp
-def _states(
-    corrections: Array, reads: Array, writes: Array, decay: Array, start: Array, carry: tuple[Array, Array]
-) -> tuple[Array, Array, tuple[Array, Array]]:
-    """The recurrence from chunk to chunk. The argument `corrections` `[n, ..., C, J]` is that of chunks that begin with
-    S = 0. `reads @ S` is subtracted from `corrections`. The next state is `decay * S + writes^T @ corrections`. Returns
-    (the state S with which each chunk begins, corrections, carry)."""
-    return _states_forward(corrections, reads, writes, decay, start, carry)[0]
-
-
 def _states_forward(
     corrections: Array, reads: Array, writes: Array, decay: Array, start: Array, carry: tuple[Array, Array]
-) -> tuple[tuple, tuple]:
+) -> tuple[tuple[Array, Array, tuple[Array, Array]], tuple]:
+    """The recurrence from chunk to chunk. The argument `corrections` `[n, ..., C, J]` is that of chunks that begin with
+    S = 0. `reads @ S` is subtracted from `corrections`. The next state is `decay * S + writes^T @ corrections`. Returns
+    ((the state S with which each chunk begins, corrections, carry), residuals)."""
+
     def step(carry: tuple[Array, Array], chunk: tuple[Array, ...]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         (state, kept), (corrections, reads, writes, decay, start) = carry, chunk
         start = start[:, None, None, None, None]
@@ -215,16 +209,14 @@ def _states_backward(residuals: tuple, cotangents: tuple) -> tuple:
     return d_corrections, d_reads, d_writes, d_decay, None, d_carry
 
 
+_states = jax.custom_vjp(lambda *arguments: _states_forward(*arguments)[0])
 _states.defvjp(_states_forward, _states_backward)
 
 
-@jax.custom_vjp
-def _solved(system: Float[Array, "*n C C"], right: Float[Array, "*n C J"]) -> Float[Array, "*n C J"]:
-    """`(I + system)^-1 right` of a strictly lower triangular `system`."""
-    return _solved_forward(system, right)[0]
-
-
-def _solved_forward(system: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
+def _solved_forward(
+    system: Float[Array, "*n C C"], right: Float[Array, "*n C J"]
+) -> tuple[Float[Array, "*n C J"], tuple[Array, Array]]:
+    """`(I + system)^-1 right` of a strictly lower triangular `system`, and residuals."""
     inverse = _inverse(system)
     solved = _dot("...CS,...SJ->...CJ", inverse, right)
     return solved, (inverse, solved)
@@ -237,6 +229,7 @@ def _solved_backward(residuals: tuple[Array, Array], d_solved: Array) -> tuple[A
     return d_system, d_right
 
 
+_solved = jax.custom_vjp(lambda *arguments: _solved_forward(*arguments)[0])
 _solved.defvjp(_solved_forward, _solved_backward)
 
 

@@ -3,12 +3,9 @@
 The processes exchange addresses and secrets through `jax.distributed`. A connection counts only if the caller names its
 own process and the secret of the called process.
 
-`initialize` starts `jax.distributed` so that the other processes have time to report the death of process 0. Process 0
-serves JAX's coordination service. When its connection closes, JAX 0.10.2 aborts every other process within 0.1 s, with
-a stack trace and SIGABRT. No option prevents the abort. While the connection stays open, missing heartbeats end a
-process only after `heartbeat_timeout_seconds` (100). Each of the other processes therefore reaches the service through
-a relay of its own, which forwards every byte. Once the relay has reached the service, it never closes the connection to
-its process.
+`initialize` starts `jax.distributed` through a relay in each process but 0, so that these have time to report the death
+of process 0 (`docs/parallelism.md`, "Several processes"). A relay forwards every byte. Once it has reached the service,
+it never closes the connection to its process.
 """
 
 import contextlib
@@ -56,10 +53,7 @@ def gather(mine: T) -> list[T]:
     or if `mine` takes more than `_WIDTH` bytes."""
     data = json.dumps(mine).encode()
     if len(data) > _WIDTH:
-        raise LinkError(
-            f"the host names and addresses of this process take {len(data)} bytes, more than {_WIDTH}; give a shorter "
-            "host name"
-        )
+        raise LinkError(f"host name and addresses take {len(data)} bytes, above {_WIDTH}; give a shorter host name")
     try:
         rows = multihost_utils.process_allgather(np.frombuffer(data.ljust(_WIDTH), np.uint8))
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo's errors are ValueErrors

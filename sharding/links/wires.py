@@ -157,13 +157,8 @@ class Wires:
 
 
 def widen_send_buffers() -> None:
-    """Raises smaller send buffers of this process's TCP connections to a mebibyte, or to the system's maximum.
-
-    Gloo, which carries XLA's collectives between processes on CPUs, leaves these buffers at Linux's default of 16 KiB.
-    Loopback's packets have 64 KiB: one packet fills the buffer, and the next packet waits until the peer's delayed
-    acknowledgement comes, 40 ms later. If both ends send, as in an all-to-all, the speed is 1.6 MB/s. Gloo has no
-    setting for the buffers, but its connections belong to this process.
-    """
+    """Raises smaller send buffers of this process's TCP connections to a mebibyte, or to the system's maximum. Gloo
+    leaves them at 16 KiB, and is slow (`docs/parallelism.md`). Its connections belong to this process."""
     for name in os.listdir(_OPEN_FILES) if os.path.isdir(_OPEN_FILES) else ():
         with contextlib.suppress(OSError):  # closed meanwhile
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):

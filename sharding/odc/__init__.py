@@ -1,10 +1,4 @@
-"""On-demand communication: FSDP as a decentralised parameter server (Wan et al., "Revisiting Parameter Server in LLM
-Post-Training").
-
-Every device is a worker, which walks the layers at its own pace, and an owner of slices of the weights. Workers fetch
-parameters from the owners when needed, and push gradients to the owners, which add the gradients up. Devices wait for
-each other once in each minibatch, not twice in each layer.
-"""
+"""On-demand communication: FSDP as a decentralised parameter server (`docs/parallelism.md`)."""
 
 
 class OdcError(RuntimeError):

@@ -206,10 +206,6 @@ class Odc:
         batches. `work` is the predicted work of each batch, in any unit, and decides the deterministic order. Raises
         OdcError in all processes if a device or a process fails.
         """
-        if work and len(work) != len(batches):
-            raise ValueError(
-                f"there must be one amount of work for each microbatch, not {len(work)} for {len(batches)}"
-            )
         tasks = self._tasks(self._strategy.loss, batches, devices)
         failure = _Failure(self._links)
         orders = self._orders(tasks, work or [1.0] * len(batches)) if self._deterministic else None

@@ -1,9 +1,8 @@
 """Cuts a model's loss into stages. Each layer, and each part between two stacks of layers, is a program.
 
-ODC stops between any two layers, to fetch weights and push gradients. The loss is traced once with complete weights
-(`Trace`). A `MarkingWalk` puts one equation into the trace for each stack that the model walks. The equations between
-two stacks form another stage. ODC therefore computes the same operations as other strategies, for any model that walks
-its stacks with `Walk.scan`.
+The loss is traced once with complete weights (`Trace`). A `MarkingWalk` puts one equation into the trace for each stack
+that the model walks with `Walk.scan`. The equations between two stacks form another stage. ODC therefore computes the
+same operations as other strategies.
 
 Only this file of ODC reads JAX's representation of programs. Its own primitive marks a stack, because the parameters of
 JAX's loops are private and change from release to release.
@@ -145,9 +144,7 @@ class MarkingWalk(Walk):
             if jax.tree.leaves(rest):
                 raise StageError("a stack whose layers return outputs beside the carry can't be cut into stages")
             if _shapes(carried) != _shapes(carry):
-                raise StageError(
-                    f"a layer of a stack gets {_shapes(carry)} and hands on {_shapes(carried)}; they must be equal"
-                )
+                raise StageError(f"a layer of a stack gets {_shapes(carry)} and hands on {_shapes(carried)} instead")
             run = trace.run([*trace.constants, *trace.inputs], trace.equations, trace.outputs)
             bodies[kind] = LayerBody(run, len(trace.constants), len(stacked))
             inputs += [*trace.constants.values(), *stacked]

@@ -2,17 +2,7 @@
 
 An itinerary lists the weights that a device needs at each of its steps. A window fetches the weights in time. A device
 holds the weights of at most three steps: the previous step, which may still run, the dispatched step, and the next
-step.
-
-Processes send each other no requests, because each process knows the complete minibatch. It therefore knows the rows
-that devices of other processes will fetch, and offers these rows under numbers that both sides count up. It also knows
-the gradients that devices of other processes will push, and pulls these gradients in order. A worker that is many
-pushes ahead of an owner waits.
-
-Owners add gradients up. In arrival order a push is added at once, and two runs may differ in the last bits. In a fixed
-order a push waits for its key's pushes of all microbatches that the plan expects to end earlier. A device with too many
-waiting pushes waits, too. The device of the first microbatch that is not completely added never waits, because the
-pushes of this microbatch are next in the order.
+step. `docs/parallelism.md` has the orders of pushes, and the way between processes.
 """
 
 import collections
@@ -126,7 +116,11 @@ class PushedGradients:
                 return
             server.waiting.setdefault((key, turn), collections.deque()).append(row)
             server.early[turn[0]] += 1
-            self._drain(server, key)
+            order = server.order[key]
+            while order and (rows := server.waiting.get((key, order[0]))):
+                server.early[order.popleft()[0]] -= 1
+                self._add(server, key, rows.popleft())
+            server.changed.notify_all()
             while server.early[turn[0]] > BOUND:
                 self._check()
                 server.changed.wait(timeout=0.1)
@@ -135,14 +129,6 @@ class PushedGradients:
         """Returns the sum of a key's pushes, `[size]` float32, or zeros if nothing was pushed. Forgets the sum."""
         total = self._owners[owner].sums.pop(key, None)
         return jax.device_put(jnp.zeros(size, jnp.float32), owner) if total is None else total
-
-    def _drain(self, server: _Owner, key: Key) -> None:
-        order = server.order[key]
-        while order and (rows := server.waiting.get((key, order[0]))):
-            turn = order.popleft()
-            self._add(server, key, rows.popleft())
-            server.early[turn[0]] -= 1
-        server.changed.notify_all()
 
     def _add(self, server: _Owner, key: Key, row: jax.Array) -> None:
         before = server.sums.get(key)

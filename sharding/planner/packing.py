@@ -1,7 +1,4 @@
-"""LB-Mini deals sequences to devices and microbatches, so that devices wait little for each other. numpy only.
-
-Under ODC (ODC paper, sections 3 and 4), devices meet once a minibatch, not at every layer of every microbatch. Only the
-work of a complete minibatch must therefore be even. Nothing is sharded: a sequence is computed by one device.
+"""LB-Mini deals sequences to devices and microbatches, so that devices wait little for each other (ODC paper).
 
 Below stand the ways to deal numbers to bins of nearly equal sums: Karmarkar-Karp differencing, with and without equal
 sizes, longest first, and swaps. A partition is the bin of each item, `[items]` int in `[0, bins)`. All functions are

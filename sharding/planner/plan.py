@@ -134,9 +134,7 @@ def deal_heads(num_heads: int, num_kv_heads: int, degree: int) -> Deal:
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads can't be shared by {num_kv_heads} KV heads")
     if degree > num_heads:
-        raise PlanError(
-            f"a sequence can't be sharded over {degree} devices by {num_heads} attention heads; lower the degree cap"
-        )
+        raise PlanError(f"can't shard a sequence over {degree} devices by {num_heads} attention heads; lower the cap")
     ratio = num_heads // num_kv_heads
     deals = []
     for copies in range(1, min(degree, ratio) + 1):

@@ -46,16 +46,12 @@ class Spread:
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     runs: tuple[PackedRuns, ...] = ()
 
-    def group(self, degree: int) -> tuple[str, ...]:
-        """The mesh axes of a group of `degree` devices; none for degree 1. Raises MeshError for too high a degree."""
-        return group_axes(self.axes, degree)
-
     def with_exports(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B S D"]:
         """The device's hidden states, followed by the exports of its group of the highest degree."""
         if not self.exports_BX.shape[1]:
             return hidden_BTD
         exported = jnp.take_along_axis(hidden_BTD, jnp.asarray(self.exports_BX)[:, :, None], axis=1)
-        axes = self.group(self.rounds[0][0])
+        axes = group_axes(self.axes, self.rounds[0][0])
         return jnp.concatenate([hidden_BTD, jax.lax.all_gather(exported, axes, axis=1, tiled=True)], axis=1)
 
 

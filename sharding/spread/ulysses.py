@@ -3,18 +3,7 @@
 Within a group of `p` devices every device holds 1/p of the tokens of a stream with all their heads. An all-to-all turns
 this into all tokens with 1/p of the heads, the layer mixes tokens locally, and a second all-to-all goes back (Ulysses).
 A `HeadMixer` is a kind of layer that mixes tokens in this way: attention is in this file, the delta rule in
-`recurrence`.
-
-Groups of different degrees follow each other as rounds, highest degree first (FlexRL section 3, algorithm 1). The
-tokens of the first round travel while unsharded sequences are computed; the tokens of each further round travel while
-the round before is computed. The backward pass is written out in the same order, because a transposed forward pass
-would wait for every transfer.
-
-For the backward pass every round keeps the inputs that it received and what its gradient needs (attention: the output
-and the log-sum-exp). Sending inputs a second time would double the traffic of the backward pass. To save this memory,
-wrap layers in `jax.checkpoint`.
-
-Rounds can't deadlock: `docs/parallelism.md` has the proof.
+`recurrence`. `docs/parallelism.md` has the order of rounds, what they keep, and a proof that they can't deadlock.
 """
 
 import abc
@@ -29,6 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from ..kernels import tiles
 from ..kernels.flash import Like
+from ..mesh import group_axes
 from ..planner.plan import Deal, deal_heads
 from .buffers import Spread
 
@@ -163,22 +153,16 @@ def bare_views(spread: Spread, columns: int) -> list[View]:
         first, count = spread.starts_BJ[0, j], spread.counts_BJ[0, j]
         start = jnp.minimum(first, columns - budget)
         column = start + jnp.arange(budget)
-        views.append(View(start, (column >= first) & (column < first + count), None, spread.group(degree)))
+        views.append(View(start, (column >= first) & (column < first + count), None, group_axes(spread.axes, degree)))
     return views
-
-
-def _mixed(
-    mixer: HeadMixer, tokens: tuple[Array, ...], weights: PyTree, views: tuple[View, ...]
-) -> Float[Array, "T N H"]:
-    """Deals the tokens of a device's row (`[T, ...]` each) to the devices of their groups, by heads, and returns the
-    outputs of `mixer`, zero at padding. `views` are at least one, with the mixer's tables; `weights` are those of all
-    heads, equal on all devices. Raises PlanError for a degree above the number of heads."""
-    return _forward(mixer, tokens, weights, views)[0]
 
 
 def _forward(
     mixer: HeadMixer, tokens: tuple[Array, ...], weights: PyTree, views: tuple[View, ...]
 ) -> tuple[Float[Array, "T N H"], tuple]:
+    """Deals the tokens of a device's row (`[T, ...]` each) to the devices of their groups, by heads. Returns (outputs,
+    residuals); outputs are zero at padding. `views` are at least one, with the mixer's tables; `weights` are those of
+    all heads, equal on all devices. Raises PlanError for a degree above the number of heads."""
     deals = [deal_heads(mixer.heads, mixer.groups, view.degree) for view in views]
     outgoing = []
     for view, deal in zip(views, deals, strict=True):
@@ -208,7 +192,7 @@ def _backward(mixer: HeadMixer, saved: tuple, dout: Array) -> tuple[tuple[Array,
     return _row(len(dout), views, parts), jax.tree.map(lambda *rounds: sum(rounds), *dweights), None
 
 
-mixed = jax.custom_vjp(_mixed, nondiff_argnums=(0,))
+mixed = jax.custom_vjp(lambda *arguments: _forward(*arguments)[0], nondiff_argnums=(0,))
 mixed.defvjp(_forward, _backward)
 
 

@@ -28,7 +28,6 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "/abort_request": {"rid": "f", "abort_all": False},
     "/pause_generation": {"mode": "in_place"},
     "/continue_generation": {},
-    "/update_weight_version": {"new_version": "0", "abort_all_requests": False},
     "/update_weights_from_disk": {"model_path": "/nowhere", "weight_version": "0"},
     "/weights_checker": {"action": "checksum"},
     "/release_memory_occupation": {"tags": ["kv_cache"]},

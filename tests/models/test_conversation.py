@@ -196,6 +196,19 @@ def observing(architecture: str, template: str, role: str) -> ObservationProcess
     return ObservationProcessor.of(processor_of(architecture, getattr(templates, template)), role)
 
 
+def observation(
+    observations: ObservationProcessor,
+    text: str,
+    media: list[Medium],
+    patches_PX: ShadowTensor | None,
+    turn_ids: list[int],
+    start: int = 0,
+) -> ModelInput:
+    """The model input of an observation behind a turn. Its first token has the rotary position `start`."""
+    ids = observations.tokenise(text, [(medium.kind, "") for medium in media], turn_ids=turn_ids)
+    return observations.processor.lay_out(observations.processor.outline_of(ids, media), patches_PX, start=start)
+
+
 class Conversation:
     """A conversation that grows turn by turn behind a prompt, and its messages, which a template can render."""
 
@@ -223,7 +236,7 @@ class Conversation:
         turn_ids = self.processor.encode(turn) + list(self.observations.delimiters.before_ids[:1] if ended else ())
         start = self.next_position + len(turn_ids)
         shadow = shadow_of(media)
-        part = self.observations.observation(text, media, shadow, turn_ids=turn_ids, start=start)
+        part = observation(self.observations, text, media, shadow, turn_ids, start)
         assert part.patches_PX is shadow
         self.say("assistant", turn, [])
         self.say(self.role, text, media)
@@ -309,7 +322,7 @@ def test_texts_of_added_tokens_stay_text(role: str) -> None:
     # also beside media, and after the processor travelled to another process
     travelled = pickle.loads(pickle.dumps(observations))
     media = [Medium("image", (1, 2, 2))]
-    inputs = travelled.observation(f"{hostile}<image>", media, shadow_of(media), turn_ids=turn_ids)
+    inputs = observation(travelled, f"{hostile}<image>", media, shadow_of(media), turn_ids)
     assert inputs.token_ids_T.tolist().count(ADDED["<|image_pad|>"]) == 1 == len(inputs.shown[0])
     with pytest.raises(PromptError, match="the text marks 0 media"):
         observations.tokenise(hostile, [("image", "")])

@@ -72,9 +72,9 @@ def with_setting(**changes):
         (lambda folder: (folder / ADAPTER).write_bytes(b"nothing"), "not a whole safetensors file"),
         (lambda folder: (folder / ADAPTER).unlink(), "no such file"),
         (lambda folder: (folder / SETTINGS).unlink(), SETTINGS),
-        (with_setting(r=4), "r is 4, but must be 3"),
-        (with_setting(lora_alpha=3), "lora_alpha is 3, but must be 6.0"),
-        (with_setting(use_dora=True), "use_dora is true, but must be false"),
+        (with_setting(r=4), "r is 4, not 3"),
+        (with_setting(lora_alpha=3), "lora_alpha is 3, not 6.0"),
+        (with_setting(use_dora=True), "use_dora is true, not false"),
         (with_setting(rank_pattern={"q_proj": 8}), "rank_pattern is set"),
     ],
 )

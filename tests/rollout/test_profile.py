@@ -39,12 +39,12 @@ POINT = {"degree": 1, "batch": 8, "length": 16, "prefill": 10.0, "decode": 0.0}
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("{", "is not JSON"),
-        ("[]", "no profile of version 1 (its version: None)"),
-        (json.dumps({**GOOD, "version": 2}), "no profile of version 1 (its version: 2)"),
-        (json.dumps({"version": 1, "device": "cpu"}), "is damaged: KeyError: 'points'"),
+        ("{", "no profile of version 1: JSONDecodeError"),
+        ("[]", "no profile of version 1: TypeError"),
+        (json.dumps({**GOOD, "version": 2}), "no profile of version 1: ValueError: its version is 2"),
+        (json.dumps({"version": 1, "device": "cpu"}), "no profile of version 1: KeyError: 'points'"),
         (json.dumps(GOOD), "has no points"),
-        (json.dumps({**GOOD, "points": [{"degree": 1}]}), "is damaged: KeyError: 'batch'"),
+        (json.dumps({**GOOD, "points": [{"degree": 1}]}), "no profile of version 1: KeyError: 'batch'"),
         (json.dumps({**GOOD, "points": [POINT]}), "must be positive"),
     ],
 )

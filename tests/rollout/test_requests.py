@@ -119,7 +119,7 @@ BAD = [
     ("prompt.vision.patches_PX", with_pixel(NAN), "patches_PX has NaN or infinity"),
     ("prompt.vision.patches_PX", with_pixel(-INF), "patches_PX has NaN or infinity"),
     ("prompt.vision.patches_PX", PICTURE.vision.patches_PX[:, 1:], "patches_PX has the shape"),
-    ("prompt.vision.patches_PX", PICTURE.vision.patches_PX[1:], "has 31 patches; the number must be a multiple of 4"),
+    ("prompt.vision.patches_PX", PICTURE.vision.patches_PX[1:], "has 31 patches, which must be a multiple of 4"),
     ("prompt.vision.patches_PX", PICTURE.vision.patches_PX[:0], "has 0 patches"),
     ("prompt.vision.patches_PX", PICTURE.vision.patches_PX.astype(np.uint8), "patches_PX must be an array of floating"),
     ("prompt.vision.patches_PX", None, "patches_PX must be an array"),

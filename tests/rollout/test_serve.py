@@ -240,7 +240,6 @@ async def test_weights_that_cannot_be_had_leave_the_old_ones(checkpoints, tmp_pa
         for version in ("v1", "-1", "1.0", "01", "", 1, "٣", "9" * 40):
             await refused(served, {"model_path": str(checkpoints["other"]), "weight_version": version},
                           "weight_version must be", path)  # fmt: skip
-            await refused(served, {"new_version": version}, "new_version must be", "/update_weight_version")
         for folder in (None, 3, ""):
             await refused(served, {"model_path": folder}, "model_path must be", path)
         status, reply = await served.post("/weights_checker", {"action": "reset"})
@@ -250,20 +249,18 @@ async def test_weights_that_cannot_be_had_leave_the_old_ones(checkpoints, tmp_pa
 
 
 @pytest.mark.medium
-async def test_the_version_alone_is_changed_and_an_update_without_one_keeps_it(checkpoints):
+async def test_an_update_without_a_version_keeps_the_version(checkpoints):
     async with serving(checkpoints["vl"], SlowEngine) as served:
-        before = await checksums(served)
+        before, path = await checksums(served), "/update_weights_from_disk"
         stream = served.events(single(served, "r"))
         await anext(stream)
-        reply = await served.ok("/update_weight_version", {"new_version": "12", "abort_all_requests": False})
-        assert reply["success"] and reply["new_version"] == "12"
+        await served.ok(path, {"model_path": str(checkpoints["vl"]), "weight_version": "12"})
         spans = (await last(stream))["meta_info"]["weight_versions"]
         assert [span["version"] for span in spans] == ["0", "12"]
         assert await checksums(served) == before
         stream = served.events(single(served, "r"))
         await anext(stream)
-        await served.ok("/update_weights_from_disk",
-                        {"model_path": str(checkpoints["other"]), "abort_all_requests": True})  # fmt: skip
+        await served.ok(path, {"model_path": str(checkpoints["other"]), "abort_all_requests": True})
         end = await last(stream)
         assert end["meta_info"]["finish_reason"]["type"] == "abort"
         assert await checksums(served) == on_disk(checkpoints["other"])

@@ -18,7 +18,7 @@ from serve_cases import refused, serving, single
 from turns import third_of
 
 from rollout import wire
-from rollout.serve_weights import weight_version
+from rollout.serve_weights import given_version
 
 
 @pytest.mark.medium
@@ -102,7 +102,7 @@ async def test_bad_bodies_are_refused_by_the_name_of_the_field(checkpoints):
         for changes, complaint in BAD:
             await refused(served, plain | changes, complaint)
         for raw in (b"", b"[1", b"[]", b"3", b"\xff", b"[" * 10**5, b'{"rid": ' + b"9" * 10**4 + b"}"):
-            for path in ("/generate", "/abort_request", "/update_weights_from_disk", "/update_weight_version"):
+            for path in ("/generate", "/abort_request", "/update_weights_from_disk", "/pull_weights"):
                 async with served.client.post(path, data=raw) as reply:
                     assert reply.status == 400, (raw[:20], await reply.text())
         await served.ok("/generate", plain)
@@ -228,10 +228,10 @@ def test_any_body_is_answered_and_the_server_goes_on(live, data):
 
 @pytest.mark.slow
 @settings(max_examples=third_of(30))
-@given(path=st.sampled_from(["/abort_request", "/pause_generation", "/continue_generation", "/update_weight_version",
+@given(path=st.sampled_from(["/abort_request", "/pause_generation", "/continue_generation",
                              "/update_weights_from_disk", "/weights_checker"]),
        body=JUNK | st.dictionaries(st.sampled_from(["rid", "abort_all", "mode", "model_path", "weight_version",
-                                                    "new_version", "action"]), JUNK))  # fmt: skip
+                                                    "action"]), JUNK))  # fmt: skip
 def test_any_command_is_answered(live, path, body):
     served, run = live
     status, reply = run(asyncio.wait_for(served.post(path, body), HANG))
@@ -241,4 +241,4 @@ def test_any_command_is_answered(live, path, body):
 
 @given(st.integers(0, 10**18 - 1))
 def test_versions_are_written_as_they_were_read(number):
-    assert weight_version(str(number)) == number
+    assert given_version({"weight_version": str(number)}) == number
