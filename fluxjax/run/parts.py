@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import itertools
 import pathlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -19,7 +19,7 @@ from sharding.mesh import Target
 from sharding.walk import HOST_MEMORY
 
 from ..algorithms import RLAlgorithm
-from ..base.types import Prompt, Reward
+from ..base.errors import as_config_error
 from ..batch.composer import Composer, Team
 from ..config import ODC, Config, ConfigError, Remat, RolloutEngine
 from ..learner.run_models import RunModels
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ..sizing.check import DeviceRoom
 
 JAX_FRACTION = 0.75  # the share of a GPU's memory that JAX takes by default
-_Score = Callable[[Prompt, str], Awaitable[Reward]]
 
 
 def settled(
@@ -102,9 +101,8 @@ def assemble(
     )
     learner, critic = learning.learner, None
     gang.equip(config, pixels.place_of, None if pixels.materializer is None else pixels.materializer.expect)
-    checkpoints = Checkpoints(
-        run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only, largest=learning.largest
-    )
+    largest, folder = max(weight.nbytes for weight in jax.tree.leaves(learner.params)), run_dir / "checkpoints"
+    checkpoints = Checkpoints(folder, config.checkpoint.keep, read_only=read_only, largest=largest)
     if checkpoints.holds("critic") if read_only else algorithm.critic:
         from ..learner.critic import Critic
 
@@ -214,16 +212,6 @@ def serve_engines(parts: Parts, gang: Team, token: str) -> EngineServers:
 
     links = gang.links
     assert links is not None
-    try:
-        return EngineServers(
-            parts.config,
-            parts.model,
-            parts.processor,
-            gang.processes,
-            host=links.address,
-            token=token,
-            failed=links.fail,
-            fetch=parts.pixels.fetch,
-        )
-    except ValueError as error:
-        raise ConfigError(f"the engines of {links.name} can't listen on {links.address}: {error}") from error
+    given, fetch = (parts.config, parts.model, parts.processor), parts.pixels.fetch
+    with as_config_error(f"the engines of {links.name} can't listen on {links.address}", ValueError):
+        return EngineServers(*given, gang.processes, host=links.address, token=token, failed=links.fail, fetch=fetch)
