@@ -233,18 +233,11 @@ def closing(summary: Summary, reason: str) -> str:
     return "\n".join(lines)
 
 
-def write_pictures(
-    run_dir: pathlib.Path,
-    metrics: pathlib.Path,
-    summary: Summary,
-    timeline: Timeline,
-    pool: EnginePool | FleetPool,
-    pixels: AnyPixels,
-) -> None:
+def write_pictures(run: ReportedRun) -> None:
     """Writes the learning curve. If this process made steps, writes the timeline of the last steps, and a picture of
-    the media that each preprocessor held over time. `metrics` is the run's `metrics.jsonl`."""
-    controls = {"blind": summary.blind, "chance": summary.chance}
-    pictures.learning_curve(read(metrics), controls, run_dir / "learning.png")
-    if stages := pictures.of_steps(timeline.spans()):  # a run that was already complete keeps its timeline
-        pictures.timeline([*pool.lanes(stages), *pixels.lanes(stages)], run_dir / "timeline.png")
-        pixels.draw(run_dir / "media.png")
+    the media that each preprocessor held over time."""
+    controls = {"blind": run.summary.blind, "chance": run.summary.chance}
+    pictures.learning_curve(read(run.metrics.file), controls, run.run_dir / "learning.png")
+    if stages := pictures.of_steps(run.timeline.spans()):  # a run that was already complete keeps its timeline
+        pictures.timeline([*run.pool.lanes(stages), *run.pixels.lanes(stages)], run.run_dir / "timeline.png")
+        run.pixels.draw(run.run_dir / "media.png")
