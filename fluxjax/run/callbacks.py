@@ -217,15 +217,12 @@ def closing(summary: Summary, reason: str) -> str:
         parts += [f"chance {summary.chance[source]:.1%}"] if source in summary.chance else []
         lines.append(", ".join(parts))
     lines.append(f"largest log-prob gap between engine and trainer: {summary.logprob_gap_max:.1e}")
-    if summary.samples_skipped:
-        skipped = ", ".join(f"{reason} ({count})" for reason, count in summary.samples_skipped.items())
-        lines.append(f"skipped prompts: {skipped}")
-    for source, reasons in summary.rewards_failed.items():
-        failed = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
-        lines.append(f"failed rewards of source {source}, each scored 0: {failed}")
-    for environment, reasons in summary.environments_failed.items():
-        failed = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
-        lines.append(f"failures of environment {environment}: {failed}")
+    failures = {"skipped prompts": summary.samples_skipped}
+    failures |= {f"failed rewards of source {name}, each scored 0": by for name, by in summary.rewards_failed.items()}
+    failures |= {f"failures of environment {name}": by for name, by in summary.environments_failed.items()}
+    for what, by_reason in failures.items():
+        if by_reason:
+            lines.append(f"{what}: {', '.join(f'{reason} ({count})' for reason, count in by_reason.items())}")
     if summary.steps_not_finite:
         lines.append(f"optimizer steps skipped, as loss or gradients were not finite: {summary.steps_not_finite}")
     if summary.checkpoints_failed:
