@@ -37,20 +37,10 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fluxjax.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--processes",
-        type=_counts,
-        required=True,
-        metavar="N[,N...]",
-        help="number of processes, including process 0; 4,2: four at first, two after a restart",
-    )
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=3,
-        metavar="N",
-        help="limit of restarts in a row without a new checkpoint (default 3)",
-    )
+    words = "number of processes, including process 0; 4,2: four at first, two after a restart"
+    parser.add_argument("--processes", type=_counts, required=True, metavar="N[,N...]", help=words)
+    words = "limit of restarts in a row without a new checkpoint (default 3)"
+    parser.add_argument("--restarts", type=int, default=3, metavar="N", help=words)
     options = parser.parse_args(launch)
     if min(options.processes) < 1:
         parser.error(f"--processes is {min(options.processes)}; it must be at least 1")

@@ -36,12 +36,8 @@ GRACE = 2.0  # seconds that calls under way have after SIGTERM or SIGINT
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options: `host`, `port`, `token`, and `config`, a DataConfig."""
-    parser = Parser(
-        prog="python -m fluxjax.preprocess",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="python -m fluxjax.preprocess", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT",
                         help="where to listen; port 0: any free one (default 127.0.0.1:0)")  # fmt: skip
     parser.add_argument("--workers", type=int, default=0, help="processes that decode (0: one for each core)")

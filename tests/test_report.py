@@ -390,7 +390,9 @@ def test_steps_count_what_servers_delivered(tmp_path, servers, monkeypatch):
         pixels=none,
         rewards=none,
         tell=lambda *event: None,
-        **dict.fromkeys(("run_dir", "processor", "learner", "engine", "timeline", "coordinator", "model"), None),
+        **dict.fromkeys(
+            ("run_dir", "processor", "learner", "engine", "timeline", "coordinator", "model", "play"), None
+        ),
         **dict.fromkeys(("stop", "evaluate"), dict),
     )
     reporter = Reporter(run)

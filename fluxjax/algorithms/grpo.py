@@ -49,25 +49,9 @@ def relative(rewards: np.ndarray, normalize: bool) -> np.ndarray:
     return (rewards - rewards.mean()) / (rewards.std(ddof=1) + STD_EPSILON if normalize else 1.0)
 
 
-def advantages(groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-    """Returns the groups with the advantages `A_i = (R_i - mean(R)) / (std(R) + 1e-6)` (section 4.1.2). `std` has the
-    divisor G - 1; with `cfg.normalize_std` off, nothing is divided. Equal rewards give exactly 0."""
-
-    return [group.with_advantages(relative(rewards_of(group), cfg.normalize_std)) for group in groups]
-
-
 def zero_variance_groups(groups: Sequence[Group]) -> int:
     """Counts the groups whose rewards are all equal, but for rounding."""
     return sum(not has_variance(group) for group in groups)
-
-
-def token_loss(
-    logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
-) -> LossAndMetrics:
-    """Returns the loss that the module's docstring defines, and metrics of each token: `ratio` is r; `clip_fraction`
-    is 1 if clipping removes the gradient, `dual_clip_fraction` if dual clipping does. `regularised` adds metrics."""
-    loss_BT, metrics = clipped_loss(logprobs_BT, batch.advantages_BT, batch, cfg)
-    return regularised(loss_BT, metrics, logprobs_BT, entropies_BT, batch, cfg)
 
 
 def clipped_loss(
@@ -89,13 +73,22 @@ class GRPO(RLAlgorithm):
     """GRPO. A subclass replaces `advantages` or `token_loss`."""
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        return advantages(groups, cfg)
+        """Returns the groups with the advantages `A_i = (R_i - mean(R)) / (std(R) + 1e-6)` (section 4.1.2). `std` has
+        the divisor G - 1; with `cfg.normalize_std` off, nothing is divided. Equal rewards give exactly 0."""
+        return [group.with_advantages(relative(rewards_of(group), cfg.normalize_std)) for group in groups]
 
     def token_loss(
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
     ) -> LossAndMetrics:
-        return token_loss(logprobs_BT, entropies_BT, batch, cfg)
+        """Returns the loss that the module's docstring defines, and metrics of each token: `ratio` is r;
+        `clip_fraction` is 1 if clipping removes the gradient, `dual_clip_fraction` if dual clipping does. `regularised`
+        adds metrics."""
+        loss_BT, metrics = clipped_loss(logprobs_BT, batch.advantages_BT, batch, cfg)
+        return regularised(loss_BT, metrics, logprobs_BT, entropies_BT, batch, cfg)
 
     def idle_without_advantage(self, cfg: AlgorithmConfig) -> bool:
         """Returns True if KL and entropy have no weight: the rest of the loss is proportional to the advantage."""
         return not (cfg.kl_coefficient or cfg.entropy_coefficient)
+
+
+advantages, token_loss = GRPO().advantages, GRPO().token_loss

@@ -287,12 +287,9 @@ def numbers_of(data: bytes | memoryview) -> ResponseNumbers:
     ids = np.frombuffer(data, _TOKENS[width], count, at)
     if min(counts, default=1) < 1 or sum(counts) != count:
         raise ValueError(f"the runs of versions have {list(counts)} tokens, but the response has {count}")
+    versions_T = np.repeat(np.array(versions, np.int32), np.array(counts, np.int64))
     return ResponseNumbers(
-        sample,
-        temperature,
-        ids.astype(np.int32),
-        logprobs.astype(np.float32, copy=False),
-        np.repeat(np.array(versions, np.int32), np.array(counts, np.int64)),
+        sample, temperature, ids.astype(np.int32), logprobs.astype(np.float32, copy=False), versions_T
     )
 
 

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,21 +106,15 @@ def bound_memory(allowed: int) -> None:
         pathlib.Path("/proc/self/oom_score_adj").write_text(FIRST_VICTIM)
 
 
-def lacked_memory(error: BaseException) -> bool:
-    """Says whether an error means a lack of memory, for which libraries raise errors of many kinds."""
-    return any(
-        isinstance(cause, MemoryError)
-        # EAGAIN means that there is no memory for a thread's stack.
-        or (isinstance(cause, OSError) and cause.errno in (errno.ENOMEM, errno.EAGAIN))
-        or "out of memory" in said(cause).lower()
-        for cause in _causes(error)
-    )
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def lacked_memory(error: BaseException | None) -> bool:
+    """Says whether an error, or one of its causes, means a lack of memory. Libraries raise errors of many kinds."""
     while error is not None:
-        yield error
+        # EAGAIN means that there is no memory for a thread's stack.
+        refused = isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN)
+        if refused or isinstance(error, MemoryError) or "out of memory" in said(error).lower():
+            return True
         error = error.__cause__ or error.__context__
+    return False
 
 
 if __name__ == "__main__":

@@ -181,13 +181,9 @@ class SpreadMedia:
             home += [homes[replica, source]] * len(pairs)
         self._shown, self._edges = np.array(shown, np.int32), np.array(edges, np.int32).reshape(-1, 2)
         self._sizes = np.diff(self._edges)[:, 0].astype(np.int64)
-        self._owners = spread_vision(  # the device of each unit
-            self._sizes.tolist(),
-            [plan.firsts[i] for i in home],
-            [plan.degrees[i] for i in home],
-            plan.num_devices,
-            replica=self._replica,
-        )
+        firsts, degrees = [plan.firsts[i] for i in home], [plan.degrees[i] for i in home]
+        # The device of each unit.
+        self._owners = spread_vision(self._sizes.tolist(), firsts, degrees, plan.num_devices, replica=self._replica)
         self._fullest = int(np.bincount(self._owners, self._sizes, plan.num_devices).max())
         if self._fullest > self.cap:
             raise PlanError(

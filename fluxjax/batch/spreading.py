@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from models.config import TextConfig
 from models.inputs import common_bound
-from sharding.cost import CostError
+from sharding.cost import CostError, CostModel
 from sharding.mesh import replica_size
 from sharding.planner.flex import Limits, flex_ulysses, ulysses
 from sharding.planner.plan import PlanError, ShardPlan
@@ -118,42 +118,35 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
     tokens. Raises ConfigError as `Spreading` does."""
     settings, strategy = config.sharding, config.sharding.strategy
     heads = [] if text is None else [text.num_heads, *([text.delta.value_heads] if text.delta else [])]
+    most_devices = strategy.max_degree if isinstance(strategy, Ulysses) else 0
     try:
-        limits = Limits(
-            max_degree=strategy.max_degree if isinstance(strategy, Ulysses) else 0,
-            num_heads=min(heads, default=0),
-            tokens_per_device=room,
-            tau=settings.devices_per_host,
-        )
+        limits = Limits(most_devices, min(heads, default=0), tokens_per_device=room, tau=settings.devices_per_host)
         degree = limits.degree(num_devices)
     except PlanError as error:
         raise ConfigError(_explained(error)) from error
+    cost: CostModel | None = None
+    if settings.calibration and strategy.name != "ulysses":
+        try:
+            cost = calibrated(config, text)
+            for k in range(1, degree.bit_length()):
+                cost.all_to_all_seconds(1, 1 << k)
+        except CostError as error:
+            raise ConfigError(f"sharding.calibration: {error}; or lower sharding.strategy.max_degree") from error
 
-    def within(tokens: int) -> Limits:
-        return dataclasses.replace(limits, tokens_per_device=tokens)
+    def plan(lengths: Sequence[int], squares: Sequence[float], most: int) -> ShardPlan:
+        within = dataclasses.replace(limits, tokens_per_device=most)
+        if cost is not None:
+            work, measured = (
+                forward_seconds(cost, lengths, squares),
+                functools.partial(cost.step_seconds, squares=squares),
+            )
+            return flex_ulysses(lengths, num_devices, within, work=work, cost=measured)
+        work = mixing_work(text, lengths, squares)
+        if strategy.name == "ulysses":
+            return ulysses(lengths, num_devices, within, work=work, degree=degree)
+        return flex_ulysses(lengths, num_devices, within, work=work)
 
-    if strategy.name == "ulysses":
-        return degree, lambda lengths, squares, most: ulysses(
-            lengths, num_devices, within(most), work=mixing_work(text, lengths, squares), degree=degree
-        )
-    if not settings.calibration:
-        return degree, lambda lengths, squares, most: flex_ulysses(
-            lengths, num_devices, within(most), work=mixing_work(text, lengths, squares)
-        )
-    try:
-        cost = calibrated(config, text)
-        for k in range(1, degree.bit_length()):
-            cost.all_to_all_seconds(1, 1 << k)
-    except CostError as error:
-        raise ConfigError(f"sharding.calibration: {error}; or lower sharding.strategy.max_degree") from error
-
-    return degree, lambda lengths, squares, most: flex_ulysses(
-        lengths,
-        num_devices,
-        within(most),
-        work=forward_seconds(cost, lengths, squares),
-        cost=functools.partial(cost.step_seconds, squares=squares),
-    )
+    return degree, plan
 
 
 def _explained(error: PlanError) -> str:

@@ -10,7 +10,8 @@ from models.config import DeepVisionConfig, TextConfig, VisionConfig
 from sharding.cost import CostError, CostModel, ModelSizes
 from sharding.kernels.runs import CHUNK
 
-from ..config import Config, ConfigError, DType
+from ..base.errors import as_config_error
+from ..config import Config, DType
 
 Floats = np.ndarray  # f64, one for each sequence
 Estimate = Callable[[Floats, Floats, Floats], Floats]  # (tokens, squares, patches) of each sequence -> work
@@ -25,10 +26,8 @@ def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | Non
     the function is twice the number of (query, key) pairs of attention. A medium's patches count for each sequence that
     shows the medium. Raises ConfigError for an unreadable calibration."""
     if config.sharding.calibration:
-        try:
+        with as_config_error("sharding.calibration", CostError):
             cost = calibrated(config, text, vision)
-        except CostError as error:
-            raise ConfigError(f"sharding.calibration: {error}") from error
         return lambda tokens, squares, patches: (
             forward_seconds(cost, tokens, squares) + (cost.vision_seconds(patches) if vision is not None else 0.0)
         )

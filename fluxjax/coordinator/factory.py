@@ -7,6 +7,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
+from ..base.errors import as_config_error
 from ..config import AprilConfig, Config, ConfigError, SynchronousConfig, TailBatchingConfig
 from ..config.schedules import make_schedules
 from .engine_states import ParallelismPlanner
@@ -26,12 +27,8 @@ def make_coordinator(
             f"{names} would do nothing with a policy of your own, because only built-in policies read such settings; "
             "unset them, and pass your policy what it needs"
         )
-    return Coordinator(
-        dataclasses.replace(Settings.of(config), **changes),
-        policy() if policy else make_policy(config),
-        make_schedules(config),
-        make_parallelism(config),
-    )
+    settings, chosen = dataclasses.replace(Settings.of(config), **changes), policy() if policy else make_policy(config)
+    return Coordinator(settings, chosen, make_schedules(config), make_parallelism(config))
 
 
 def make_parallelism(config: Config) -> ParallelismPlanner | None:
@@ -44,10 +41,8 @@ def make_parallelism(config: Config) -> ParallelismPlanner | None:
     devices, start = (config.rollout.engines or 1) * settings.degree, 0
     if settings.profile:
         samples = rollout.prompts_per_step * rollout.group_size
-        try:
+        with as_config_error("parallelism.profile", ProfileError):
             start = Profile.load(settings.profile).best_degree(samples, rollout.max_sequence_tokens, devices)
-        except ProfileError as error:
-            raise ConfigError(f"parallelism.profile: {error}") from error
     return ParallelismPlanner(settings, devices, start)
 
 

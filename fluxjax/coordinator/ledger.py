@@ -142,11 +142,7 @@ class Ledger:
 
     def at(self, *stages: PromptStage) -> list[Entry]:
         """Returns the prompts at these stages, stage after stage, each stage in draw order."""
-        found = []
-        for stage in stages:
-            entries = self._stages[stage]
-            found += [entries[draw] for draw in sorted(entries)]
-        return found
+        return [entry for stage in stages for _, entry in sorted(self._stages[stage].items())]
 
     def count(self, *stages: PromptStage) -> int:
         total = 0

@@ -100,14 +100,9 @@ class DecoderPool:
 
     def __init__(self, settings: MediaSettings, count: int, *, seconds: float, memory_gib: float) -> None:
         """`seconds` and `memory_gib` bound the decoding of each file."""
+        path, name, made_with = f"{__name__}:decoding_function", "the store of media", settings.to_json()
         self._workers = WorkerPool(
-            f"{__name__}:decoding_function",
-            count,
-            name="the store of media",
-            made_with=settings.to_json(),
-            patient=False,
-            seconds=seconds,
-            memory_gib=memory_gib,
+            path, count, name=name, made_with=made_with, patient=False, seconds=seconds, memory_gib=memory_gib
         )
         self.load, self.close = self._workers.load, self._workers.close
 

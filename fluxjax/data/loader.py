@@ -46,10 +46,8 @@ def open_held_out(config: Config) -> dict[str, Source]:
 
 def open_warm_start(config: Config) -> dict[str, Source]:
     """Opens the records whose answers the warm start trains on: `warm_start.jsonl`, or else the training records."""
-    return {
-        name: _open(config, name, source.path, "warm_start.jsonl", "train.jsonl")
-        for name, source in config.data.sources.items()
-    }
+    manifests = "warm_start.jsonl", "train.jsonl"
+    return {name: _open(config, name, source.path, *manifests) for name, source in config.data.sources.items()}
 
 
 def _open(config: Config, name: str, path: str, *manifests: str, held_out: bool = False) -> Source:

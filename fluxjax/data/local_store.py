@@ -101,15 +101,10 @@ class LocalStore:
         return [arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for arrays in pieces]
 
     def stats(self) -> StoreStats:
-        load = self._decoders.load()
+        waiting, busy, killed = self._decoders.load()
+        workers = {"queue_depth": waiting, "busy_workers": busy, "killed_workers": killed}
         with self._lock:
-            return dataclasses.replace(
-                self._stats,
-                memory_bytes=self._kept.used,
-                queue_depth=load.waiting,
-                busy_workers=load.busy,
-                killed_workers=load.killed,
-            )
+            return dataclasses.replace(self._stats, memory_bytes=self._kept.used, **workers)
 
     def close(self) -> None:
         """Ends the decoder processes and drops cached slices."""

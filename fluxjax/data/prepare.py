@@ -100,7 +100,8 @@ def prepare_prompt(
     if isinstance(prompt, SkippedPrompt):
         return prompt
     try:
-        if proxy is not None and proxy.can_name(prompt.media) and isinstance(processor, Processor):
+        in_files = all(medium.data is None for medium in prompt.media)  # a ticket names only media in files
+        if proxy is not None and in_files and isinstance(processor, Processor):
             token_ids = tokenised(processor, prompt, chat_template)
             outline = functools.partial(proxy.outline, processor, token_ids, prompt)
             prepare = functools.partial(proxy.inputs, processor, token_ids, prompt)
@@ -373,13 +374,9 @@ class Preparer:
     def _take(self, count: int) -> list[Result]:
         with self._lock:
             if self._reading is None:
-                order = self.loader.order
+                order, counts = self.loader.order, {"ahead": self._ahead, "threads": self._threads}
                 self._reading = ReadAhead(
-                    lambda draw: self._prepare(at(order, draw)),
-                    self._next_index,
-                    ahead=self._ahead,
-                    threads=self._threads,
-                    ready=self._expect,
+                    lambda draw: self._prepare(at(order, draw)), self._next_index, ready=self._expect, **counts
                 )
             return self._reading.take(count)
 

@@ -125,10 +125,6 @@ class ProxyMedia:
     among: int = 1
     layouts: Recent[ModelInput] = dataclasses.field(default_factory=lambda: Recent(LAYOUTS, len))
 
-    def can_name(self, media: Sequence[Media]) -> bool:
-        """Says whether tickets can name all of these media: a ticket names only media in files."""
-        return all(medium.data is None for medium in media)
-
     def expect(self, draw: int, inputs: PromptInput) -> None:
         """Tells `near` that this prompt will be drawn, after the prompts expected earlier. Does not block."""
         if self.near is not None and draw % self.among == 0:

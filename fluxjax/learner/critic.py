@@ -27,7 +27,7 @@ from ..config import AlgorithmConfig, Config, LoraConfig
 from ..data.materializer import Materializer
 from .gradients import Gradients, Scores
 from .learner import Learner, of_all_updates
-from .loss_inputs import Arrays, by_token, logprobs_of
+from .loss_inputs import Arrays, decided, logprobs_of
 
 
 class ValueGradients(Gradients):
@@ -120,8 +120,9 @@ class Critic(Learner):
             metrics.update(measured)
             return arrays
 
-        decided = by_token(team, compositions, known, estimated)
-        for composition, part, flat in zip(compositions, decided, known, strict=True):
+        lengths = [composition.lengths for composition in compositions]
+        parts = decided(team, compositions, lengths, known, estimated)
+        for composition, part, flat in zip(compositions, parts, known, strict=True):
             fields = {"values_BT": flat["values"], **part}
             arrays = {name: composition.scattered(numbers) for name, numbers in fields.items()}
             judged.append(composition.replaced(arrays))

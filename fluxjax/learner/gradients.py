@@ -24,9 +24,10 @@ from sharding.walk import Fsdp, Params, Tally, Walk
 from sharding.weights import adapted, by_path, with_adapters, with_shardings, without_adapters
 
 from ..algorithms.loss import importance_tally, proximal
+from ..base.errors import as_config_error
 from ..base.types import TrainBatch
 from ..batch.composition import Microbatch
-from ..config import ODC, AlgorithmConfig, Config, ConfigError, Remat
+from ..config import ODC, AlgorithmConfig, Config, Remat
 
 if TYPE_CHECKING:
     from sharding.odc.executor import Odc
@@ -220,16 +221,9 @@ class Gradients:
         settings, chosen = self._config.sharding, self._config.sharding.strategy
         assert isinstance(chosen, ODC)
         strategy = self._strategy_of(abstract(self._model.config)) if self._config.lora.rank else self.strategy
-        try:
-            return Odc(
-                strategy,
-                deterministic=chosen.deterministic,
-                group=settings.devices_per_host if chosen.hybrid else 0,
-                links=self._links,
-                read=self._read,
-            )
-        except MeshError as error:
-            raise ConfigError(f"sharding.devices_per_host is {settings.devices_per_host}: {error}") from error
+        group, fixed = settings.devices_per_host if chosen.hybrid else 0, chosen.deterministic
+        with as_config_error(f"sharding.devices_per_host is {settings.devices_per_host}", MeshError):
+            return Odc(strategy, deterministic=fixed, group=group, links=self._links, read=self._read)
 
     def _place(self, inputs: PackedTokens, batch: Any) -> Any:
         if inputs.spread is not None and not set(inputs.spread.axes) <= set(self.mesh.axis_names):

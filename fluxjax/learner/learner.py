@@ -248,12 +248,9 @@ class Learner:
     def _compile_update(self) -> None:
         strategy, replicated = self.gradients.strategy, NamedSharding(self.mesh, P())
         shardings, abstract = strategy.trained(strategy.shardings), strategy.trained(strategy.abstract)
+        state = jax.eval_shape(self._optimizer.init, abstract)
         self._opt_shardings = optax.tree_utils.tree_map_params(
-            self._optimizer,
-            lambda _, sharding: sharding,
-            jax.eval_shape(self._optimizer.init, abstract),
-            shardings,
-            transform_non_params=lambda _: replicated,
+            self._optimizer, lambda _, sharding: sharding, state, shardings, transform_non_params=lambda _: replicated
         )
         # `jit(init)` alone would put all moments on the first device.
         self._init = jax.jit(self._optimizer.init, out_shardings=self._opt_shardings)

@@ -160,7 +160,7 @@ def by_response(
 
     here = [composition.lengths > 0 for composition in compositions]
     parts = [{name: values[some] for name, values in part.items()} for part, some in zip(sums, here, strict=True)]
-    found = _decided(team, compositions, [some.astype(np.int64) for some in here], parts, of_tokens)
+    found = decided(team, compositions, [some.astype(np.int64) for some in here], parts, of_tokens)
     result: list[dict[str, np.ndarray]] = [{} for _ in found]
     for some, part, numbers in zip(here, found, result, strict=True):
         for name, values in part.items():
@@ -169,15 +169,7 @@ def by_response(
     return result
 
 
-def by_token(
-    team: Team, compositions: Sequence[Composition], values: Sequence[Arrays], decide: OfTokens
-) -> list[dict[str, np.ndarray]]:
-    """Returns, for each composition, a number for each token, response after response, which process 0 gets from
-    `decide`. `values` has the same form. `decide` gets the values of all processes."""
-    return _decided(team, compositions, [composition.lengths for composition in compositions], values, decide)
-
-
-def _decided(
+def decided(
     team: Team,
     compositions: Sequence[Composition],
     counts: Sequence[np.ndarray],
@@ -185,7 +177,7 @@ def _decided(
     decide: OfTokens,
 ) -> list[dict[str, np.ndarray]]:
     """Returns, for each composition, the numbers that process 0 gets from `decide`, in the form of `values`. `counts`
-    has the number of values of each response in this process."""
+    has the number of values of each response in this process. `decide` gets the values of all processes."""
     every = np.concatenate(counts)
     keys = np.array([key for composition in compositions for key in composition.keys], np.int64).reshape(-1, 2)
     numbers = {name: np.concatenate([part[name] for part in values]) for name in values[0]}

@@ -13,6 +13,7 @@ from sharding.walk import Params
 from sharding.weights import like, without_adapters
 
 from ..algorithms import RLAlgorithm
+from ..base.errors import as_config_error
 from ..config import Config, ConfigError
 from .learner import Learner
 
@@ -107,10 +108,8 @@ def first_reference(config: Config, learner: Learner) -> Params:
     `ConfigError` for an unreadable checkpoint, or for weights of other sizes than the model's."""
     if not config.algorithm.reference:
         return learner.params
-    try:
+    with as_config_error("algorithm.reference", ValueError, OSError):
         reference = models.load(config.algorithm.reference, dtype=jnp.float32)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"algorithm.reference: {error}") from error
     weights = models.split(reference)[1], without_adapters(learner.params)
     sizes, wanted = (jax.tree.map(jnp.shape, params) for params in weights)
     if sizes != wanted:

@@ -49,14 +49,12 @@ class Display:
         self._last_hosts = 0.0  # time when lines of processes were last printed
         self._seconds: dict[str, float] = {}
         self._eval: dict[str, float] = {}
-        self._progress = Progress(
+        first, last = (
             TextColumn("[bold]{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
             TextColumn("{task.fields[left]} [dim]{task.fields[words]}"),
-            console=self._console,
         )
+        columns = first, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), last
+        self._progress = Progress(*columns, console=self._console)
         self._task = self._progress.add_task("starting", total=None, left="", words="")
         self._phase = "starting"
         self._ended: deque[float] = deque(maxlen=30)  # times by `working_time` at which the last steps ended

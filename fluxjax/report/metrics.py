@@ -43,12 +43,6 @@ def read(file: pathlib.Path) -> list[dict[str, Any]]:
     return records
 
 
-def _counted(failed: Mapping[str, dict[str, int]], name: str, reason: str) -> dict[str, dict[str, int]]:
-    """Counts a failure in new dictionaries, because a thread may write the old ones to a checkpoint meanwhile."""
-    reasons = failed.get(name, {})
-    return {**failed, name: {**reasons, reason: reasons.get(reason, 0) + 1}}
-
-
 @dataclasses.dataclass
 class Summary:
     """The results of a run. Accuracies are, for each source, shares of right greedy answers to held-out prompts. Every
@@ -83,12 +77,12 @@ class Summary:
         """Counts a prompt that could not be used."""
         self.samples_skipped[reason] = self.samples_skipped.get(reason, 0) + 1
 
-    def count_failed_reward(self, source: str, reason: str) -> None:
-        """Counts a response for which a reward failed."""
-        self.rewards_failed = _counted(self.rewards_failed, source, reason)
-
-    def count_failed_environment(self, environment: str, reason: str) -> None:
-        self.environments_failed = _counted(self.environments_failed, environment, reason)
+    def count_failure(self, field: str, name: str, reason: str) -> None:
+        """Counts a failure of a source or an environment in `rewards_failed` or `environments_failed`. Makes new
+        dictionaries, because a thread may write the old ones to a checkpoint meanwhile."""
+        failed: dict[str, dict[str, int]] = getattr(self, field)
+        reasons = failed.get(name, {})
+        setattr(self, field, {**failed, name: {**reasons, reason: reasons.get(reason, 0) + 1}})
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:

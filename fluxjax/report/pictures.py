@@ -205,18 +205,10 @@ def media_picture(history: Sequence[Transition], end: float, file: pathlib.Path)
         axes.plot(time, 0, "X", color=colours[place], markeredgecolor="black", clip_on=False, markersize=9, zorder=3)
     title = f"one in {every} of {rows:,} media" if every > 1 else f"{rows:,} media"
     axes.set_title(f"Which process held which media ({title})", pad=12)
-    axes.set(
-        xlabel="seconds",
-        ylabel="media, in the order in which they were first needed",
-        xlim=(0, max(end - origin, 1e-3)),
-        ylim=(rows, 0),
-    )
-    axes.legend(
-        handles=_legend(bars, colours, Counter(place for place, _ in lost)),
-        fontsize=8,
-        loc="upper left",
-        bbox_to_anchor=(1.0, 1.0),
-    )
+    axes.set(xlabel="seconds", ylabel="media, in the order in which they were first needed")
+    axes.set(xlim=(0, max(end - origin, 1e-3)), ylim=(rows, 0))
+    handles = _legend(bars, colours, Counter(place for place, _ in lost))
+    axes.legend(handles=handles, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     FigureCanvasAgg(figure).print_png(str(file))
 
 

@@ -221,14 +221,13 @@ class ProcessCaller(Caller):
 
     def __init__(self, found: FoundReward, bounds: RewardKindConfig, slots: Slots) -> None:
         super().__init__(slots, Callee.of(found.value).batched)
-        self._pool = WorkerPool(
-            f"{__name__}:scoring_function",
+        path, name = f"{__name__}:scoring_function", found.name
+        made_with, count, seconds = (
+            {"name": name, "arguments": dict(found.arguments)},
             bounds.concurrency,
-            seconds=bounds.seconds,
-            memory_gib=MEMORY_GIB,
-            name=found.name,
-            made_with={"name": found.name, "arguments": dict(found.arguments)},
+            bounds.seconds,
         )
+        self._pool = WorkerPool(path, count, seconds=seconds, memory_gib=MEMORY_GIB, name=name, made_with=made_with)
 
     async def call(self, completions: Sequence[Completion]) -> list[Any]:
         try:

@@ -52,13 +52,8 @@ class MathAnswer(BuiltIn):
         missing = [name for name in ("math_verify", "antlr4") if importlib.util.find_spec(name) is None]
         if missing:
             raise ConfigError(f"the reward 'math' needs {missing[0]}: install the extra, pip install 'fluxjax[math]'")
-        self._pool = WorkerPool(
-            f"{__package__}.math_worker:equal",
-            self.workers,
-            seconds=self.seconds,
-            memory_gib=self.memory_gib,
-            name="the reward 'math'",
-        )
+        path, name = f"{__package__}.math_worker:equal", "the reward 'math'"
+        self._pool = WorkerPool(path, self.workers, seconds=self.seconds, memory_gib=self.memory_gib, name=name)
 
     async def score(self, completion: Completion) -> Reward:
         """Scores a completion. If the comparison fails, or takes too much time or memory, the answer is wrong. Raises

@@ -7,7 +7,7 @@ Rewards for form are meant to be added to other rewards. Their `Reward.correct` 
 import dataclasses
 import re
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, as_config_error
 from ..base.scored import Completion, Reward
 from ..base.worker_pool import WorkerPool, WorkerTimeout
 from ..config.bounds import bounded, positive
@@ -38,10 +38,8 @@ class Format(BuiltIn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
+        with as_config_error(f"format.pattern is {self.pattern!r}, which is no regular expression", re.error):
             re.compile(self.pattern)
-        except re.error as error:
-            raise ConfigError(f"format.pattern is {self.pattern!r}, which is no regular expression: {error}") from error
         path = f"{__package__}.extraction:matches"
         self._pool = WorkerPool(path, self.workers, seconds=self.seconds, memory_gib=0.25, name="the reward 'format'")
 

@@ -12,7 +12,6 @@ import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -40,6 +39,7 @@ from sharding.mesh import MeshError, make_mesh
 from sharding.weights import shardings
 
 from ..algorithms import find_algorithm
+from ..base.errors import as_config_error
 from ..base.process import LARGE_MODEL, give_back_large_blocks
 from ..base.timeline import Span, activity
 from ..batch.composer import Composer, Team
@@ -73,11 +73,6 @@ class Learning:
     learner: Learner
     composer: Composer
 
-    @property
-    def largest(self) -> int:
-        """The bytes of the largest weight."""
-        return max(array.nbytes for array in jax.tree.leaves(self.learner.params))
-
 
 def build_learning(
     config: Config,
@@ -93,20 +88,11 @@ def build_learning(
     holds. Raises `ConfigError`."""
     mesh = run_mesh(config)
     model = build_weights(config, sizes, mesh)
-    learner = Learner(
-        config,
-        model,
-        token_loss or find_algorithm(config.algorithm).token_loss,
-        mesh=mesh,
-        never_sampled=processor.media_token_ids,
-        links=links,
-        materializer=materializer,
-    )
+    loss, never = token_loss or find_algorithm(config.algorithm).token_loss, processor.media_token_ids
+    learner = Learner(config, model, loss, mesh=mesh, never_sampled=never, links=links, materializer=materializer)
     if (lora := lora_of(config)) is not None and config.lora.adapter:
-        try:
+        with as_config_error("lora.adapter", ValueError, OSError):
             learner.adopt(models.load_adapters(sizes, config.lora.adapter, lora))
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"lora.adapter: {error}") from error
     composer = Composer(config, mesh.size, sizes.vision, learner.text)
     composer.check()
     return Learning(shapes_only(model), learner, composer)
@@ -114,10 +100,8 @@ def build_learning(
 
 def run_mesh(config: Config) -> Mesh:
     """Returns the mesh of the devices that train. Raises `ConfigError` if there are too few devices."""
-    try:
+    with as_config_error("sharding.devices", MeshError):
         return make_mesh(config.sharding.devices)
-    except MeshError as error:
-        raise ConfigError(f"sharding.devices: {error}") from error
 
 
 def build_model(config: Config, sources: Mapping[str, Source], mesh: Mesh | None = None) -> tuple[Decoder, Processor]:
@@ -137,11 +121,9 @@ def build_weights(config: Config, sizes: DecoderConfig, mesh: Mesh | None = None
     if not config.model.path:
         return models.create(sizes, config.seed, places)
     share = [0.0]
-    try:
-        with activity(lambda: f"loading weights {100 * share[-1]:.0f} %"):
-            return models.load(config.model.path, dtype=jnp.float32, shardings=places, progress=share.append)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"model.path: {error}") from error
+    told = activity(lambda: f"loading weights {100 * share[-1]:.0f} %")
+    with as_config_error("model.path", ValueError, OSError), told:
+        return models.load(config.model.path, dtype=jnp.float32, shardings=places, progress=share.append)
 
 
 def check_reference(config: Config) -> None:
@@ -162,12 +144,10 @@ def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decod
             raise ConfigError(f"model.path: {why}")
         if not (path / "config.json").is_file():
             raise ConfigError(f"model.path: {path} is not a Hugging Face checkpoint folder (it has no config.json)")
-        try:
+        with as_config_error("model.path", ValueError, OSError):
             processor = Processor.load(path).configured(
                 max_pixels=data.max_pixels, num_frames=data.video_frames, limits=DecodeLimits()
             )
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"model.path: {error}") from error
         if not processor.eos_ids:
             raise ConfigError(f"model.path: {path} names no end token (generation_config.json, eos_token_id)")
         if data.chat_template and not processor.chat_template:
@@ -175,7 +155,7 @@ def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decod
         from ..sizing.model_sizes import model_sizes
 
         return model_sizes(config), processor
-    try:
+    with as_config_error("model.tiny", ModelConfigError):
         vision = tiny_vision(config.model)
         times = ["seconds"] if vision and vision.timed else []
         processor = build_processor(
@@ -187,8 +167,6 @@ def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decod
         ).configured(limits=DecodeLimits())
         sizes = tiny_model(config.model, processor, vision)
         return sizes, dataclasses.replace(processor, architecture=sizes.architecture)
-    except ModelConfigError as error:
-        raise ConfigError(f"model.tiny: {error}") from error
 
 
 def export(model: Decoder, processor: Processor, folder: pathlib.Path) -> None:
@@ -229,13 +207,9 @@ def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, pro
 def sampling_params(config: Config, processor: Processor) -> SamplingParams:
     """Returns the sampling settings of `config.rollout`. Responses end at an end token or at the limit, and have no
     media token. Top-p and top-k are off, because log-probs of engine and trainer are under the full distribution."""
-    rollout = config.rollout
-    return SamplingParams(
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.fixed_temperature,
-        stop_ids=processor.eos_ids,
-        forbidden_ids=processor.media_token_ids,
-    )
+    rollout, never = config.rollout, processor.media_token_ids
+    most, temperature = rollout.max_new_tokens, rollout.fixed_temperature
+    return SamplingParams(most, temperature, stop_ids=processor.eos_ids, forbidden_ids=never)
 
 
 def tiny_vision(model: ModelConfig) -> VisionConfig | None:

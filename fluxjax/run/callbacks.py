@@ -217,15 +217,12 @@ def closing(summary: Summary, reason: str) -> str:
         parts += [f"chance {summary.chance[source]:.1%}"] if source in summary.chance else []
         lines.append(", ".join(parts))
     lines.append(f"largest log-prob gap between engine and trainer: {summary.logprob_gap_max:.1e}")
-    if summary.samples_skipped:
-        skipped = ", ".join(f"{reason} ({count})" for reason, count in summary.samples_skipped.items())
-        lines.append(f"skipped prompts: {skipped}")
-    for source, reasons in summary.rewards_failed.items():
-        failed = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
-        lines.append(f"failed rewards of source {source}, each scored 0: {failed}")
-    for environment, reasons in summary.environments_failed.items():
-        failed = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
-        lines.append(f"failures of environment {environment}: {failed}")
+    failures = {"skipped prompts": summary.samples_skipped}
+    failures |= {f"failed rewards of source {name}, each scored 0": by for name, by in summary.rewards_failed.items()}
+    failures |= {f"failures of environment {name}": by for name, by in summary.environments_failed.items()}
+    for what, by_reason in failures.items():
+        if by_reason:
+            lines.append(f"{what}: {', '.join(f'{reason} ({count})' for reason, count in by_reason.items())}")
     if summary.steps_not_finite:
         lines.append(f"optimizer steps skipped, as loss or gradients were not finite: {summary.steps_not_finite}")
     if summary.checkpoints_failed:
@@ -233,18 +230,11 @@ def closing(summary: Summary, reason: str) -> str:
     return "\n".join(lines)
 
 
-def write_pictures(
-    run_dir: pathlib.Path,
-    metrics: pathlib.Path,
-    summary: Summary,
-    timeline: Timeline,
-    pool: EnginePool | FleetPool,
-    pixels: AnyPixels,
-) -> None:
+def write_pictures(run: ReportedRun) -> None:
     """Writes the learning curve. If this process made steps, writes the timeline of the last steps, and a picture of
-    the media that each preprocessor held over time. `metrics` is the run's `metrics.jsonl`."""
-    controls = {"blind": summary.blind, "chance": summary.chance}
-    pictures.learning_curve(read(metrics), controls, run_dir / "learning.png")
-    if stages := pictures.of_steps(timeline.spans()):  # a run that was already complete keeps its timeline
-        pictures.timeline([*pool.lanes(stages), *pixels.lanes(stages)], run_dir / "timeline.png")
-        pixels.draw(run_dir / "media.png")
+    the media that each preprocessor held over time."""
+    controls = {"blind": run.summary.blind, "chance": run.summary.chance}
+    pictures.learning_curve(read(run.metrics.file), controls, run.run_dir / "learning.png")
+    if stages := pictures.of_steps(run.timeline.spans()):  # a run that was already complete keeps its timeline
+        pictures.timeline([*run.pool.lanes(stages), *run.pixels.lanes(stages)], run.run_dir / "timeline.png")
+        run.pixels.draw(run.run_dir / "media.png")

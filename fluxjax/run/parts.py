@@ -24,7 +24,7 @@ from sharding.mesh import Target
 from sharding.walk import HOST_MEMORY
 
 from ..algorithms import RLAlgorithm
-from ..base.errors import DataError
+from ..base.errors import DataError, as_config_error
 from ..base.timeline import activity
 from ..base.types import PreparedPrompt, Prompt, Response, Reward
 from ..batch.composer import Composer, Team
@@ -114,9 +114,8 @@ def assemble(
     )
     learner, critic = learning.learner, None
     gang.equip(config, pixels.place_of, None if pixels.materializer is None else pixels.materializer.expect)
-    checkpoints = Checkpoints(
-        run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only, largest=learning.largest
-    )
+    largest, folder = max(weight.nbytes for weight in jax.tree.leaves(learner.params)), run_dir / "checkpoints"
+    checkpoints = Checkpoints(folder, config.checkpoint.keep, read_only=read_only, largest=largest)
     if checkpoints.holds("critic") if read_only else algorithm.critic:
         from ..learner.critic import Critic
 
@@ -226,19 +225,9 @@ def serve_engines(parts: Parts, gang: Team, token: str) -> EngineServers:
 
     links = gang.links
     assert links is not None
-    try:
-        return EngineServers(
-            parts.config,
-            parts.model,
-            parts.processor,
-            gang.processes,
-            host=links.address,
-            token=token,
-            failed=links.fail,
-            fetch=parts.pixels.fetch,
-        )
-    except ValueError as error:
-        raise ConfigError(f"the engines of {links.name} can't listen on {links.address}: {error}") from error
+    given, fetch = (parts.config, parts.model, parts.processor), parts.pixels.fetch
+    with as_config_error(f"the engines of {links.name} can't listen on {links.address}", ValueError):
+        return EngineServers(*given, gang.processes, host=links.address, token=token, failed=links.fail, fetch=fetch)
 
 
 @dataclasses.dataclass

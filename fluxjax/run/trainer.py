@@ -144,7 +144,7 @@ class FluxTrainer:
                     config.rewards,
                     given=rewards,
                     progress=lambda: self.coordinator.progress,
-                    note=lambda source, text: self.summary.count_failed_reward(source, text),
+                    note=lambda source, text: self.summary.count_failure("rewards_failed", source, text),
                     give_up=lambda reason: self._runtime and self._runtime.request_stop(reason, failed=True),
                 )
                 if not read_only:
@@ -153,7 +153,8 @@ class FluxTrainer:
                         self.rewards.check_answers(texts, held_out)
 
                 # --- coordinator, and all that is saved with it ---------------------------------
-                folder, note = None if read_only else run_dir / "observations", self._note_environment
+                folder = None if read_only else run_dir / "observations"
+                note = lambda name, text: self.summary.count_failure("environments_failed", name, text)  # noqa: E731
                 self.play = open_play(config, self.processor, self.pixels.proxy, folder, note)
                 prompts = training_prompts(config, self.sources, self.processor, **self._preparing)
                 self.state = RunState(
@@ -196,9 +197,6 @@ class FluxTrainer:
 
     def _playing(self) -> contextlib.AbstractAsyncContextManager[Episodes | None]:
         return contextlib.nullcontext() if self.play is None else self.play.begun()
-
-    def _note_environment(self, environment: str, text: str) -> None:
-        self.summary.count_failed_environment(environment, text)
 
     @property
     def held_out(self) -> HeldOut:
@@ -435,7 +433,7 @@ class FluxTrainer:
         with summary.stage("report"):
             export(self.model, self.processor, self.run_dir / "model")
             export_adapters(config, self.parts.model, self.learner, self.run_dir / "adapter", self.gang)
-            write_pictures(self.run_dir, self.metrics.file, summary, self.timeline, self.pool, self.pixels)
+            write_pictures(self)
         self.state.count_total()
         summary.write(self.run_dir)
         self.display.note(closing(summary, finish.reason))

@@ -19,6 +19,7 @@ from models.shadow import Fetch
 from rollout.engine import SamplingParams
 from rollout.jax_engine import JaxEngine
 
+from ..base.errors import as_config_error
 from ..base.event_loop import run_async
 from ..base.timeline import Span
 from ..batch.composer import Composer
@@ -174,21 +175,17 @@ def check_lent(config: Config, model: Decoder, devices: Sequence[Any]) -> None:
     training. Checks each degree that may be set."""
     for degree in degrees(config, len(devices)):
         half = len(deal(devices, degree)) // 2
-        try:
+        with as_config_error("stream_trainer: on the devices of half of the engines", ConfigError):
             if half:
                 shards = -(-half // engines_a_device(devices)) * degree
                 Composer(config, shards, model.config.vision, model.config.text).check()
-        except ConfigError as error:
-            raise ConfigError(f"stream_trainer: on the devices of half of the engines: {error}") from error
 
 
 def _check_profile(file: str, model: Decoder) -> None:
     from rollout.throughput import Profile, ProfileError, sizes
 
-    try:
+    with as_config_error("parallelism.profile", ProfileError):
         profile = Profile.load(file)
-    except ProfileError as error:
-        raise ConfigError(f"parallelism.profile: {error}") from error
     if profile.model != (here := sizes(model.config.text)):
         differ = ", ".join(f"{name} {profile.model.get(name)}, not {here[name]}" for name in here)
         raise ConfigError(f"parallelism.profile: {file} is of another model: {differ}")

@@ -108,19 +108,10 @@ class Workload:
     def prompt(self, draw: int) -> Prompt:
         """Returns the prompt of a draw; its source is its task. It has an environment if responses may have several
         turns."""
-        index = self.index(draw)
-        task = self.tasks[self._source[index]]
-        text = _text(self._tokens[index] * _CHARACTERS)
-        return Prompt(
-            f"{task}-{index:06d}",
-            task,
-            text,
-            "",
-            draw=draw,
-            epoch=draw // self.size,
-            tokens=self._tokens[index],
-            environment="simulated" if self._turns > 1 else "",
-        )
+        index, environment = self.index(draw), "simulated" if self._turns > 1 else ""
+        task, tokens = self.tasks[self._source[index]], self._tokens[index]
+        name, text, epoch = f"{task}-{index:06d}", _text(tokens * _CHARACTERS), draw // self.size
+        return Prompt(name, task, text, "", draw=draw, epoch=epoch, tokens=tokens, environment=environment)
 
     def prompt_tokens(self, draw: int) -> int:
         return self._tokens[self.index(draw)]

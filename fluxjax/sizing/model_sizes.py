@@ -8,6 +8,7 @@ import pathlib
 from models.config import DecoderConfig, ModelConfigError
 from models.registry import read_config
 
+from ..base.errors import as_config_error
 from ..config import Config, ConfigError
 
 SHIPPED = pathlib.Path(__file__).resolve().parent / "models"
@@ -36,7 +37,5 @@ def model_sizes(config: Config, file: str = "") -> DecoderConfig:
             else f"model.path: {path} has no config.json, and {shipped.stem} is no model of known sizes "
             f"({known}); give --model-config FILE (a config.json)"
         )
-    try:
+    with as_config_error(str(found), ModelConfigError, ValueError):
         return read_config(json.loads(found.read_text()))
-    except (ModelConfigError, ValueError) as error:
-        raise ConfigError(f"{found}: {error}") from error

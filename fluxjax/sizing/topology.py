@@ -61,13 +61,8 @@ class Topology:
         """Returns the devices, host by host. Needs the CUDA plugin: see `find_plugin`."""
         from jax.experimental import topologies
 
-        described = topologies.get_topology_desc(
-            platform="cuda",
-            topology_name=self.kind,
-            topology=f"1x{self.hosts}x{self.devices_per_host}",
-            target_config=self.description,
-        )
-        return list(described.devices)
+        described = {"topology": f"1x{self.hosts}x{self.devices_per_host}", "target_config": self.description}
+        return list(topologies.get_topology_desc(platform="cuda", topology_name=self.kind, **described).devices)
 
 
 def kinds() -> list[str]:

@@ -30,12 +30,8 @@ class PansRecipe:
     held_out_photos: tuple[str, ...] = ("china", "flower", "coffee.png", "chelsea.png", "rocket.jpg")
     # Drawings, patterns and frames of an animation have no texture in which motion shows.
     unused: tuple[str, ...] = (
-        "chessboard_GRAY.png",
-        "chessboard_RGB.png",
-        "logo.png",
-        "horse.png",
-        "color.png",
-        "phantom.png",
+        *("chessboard_GRAY.png", "chessboard_RGB.png", "logo.png"),
+        *("horse.png", "color.png", "phantom.png"),
     )
     photo_side: int = 160  # pixels of the shorter side, after scaling down
     size: int = 32  # pixels of the side of the square window

@@ -31,7 +31,8 @@ _LOOKS = 16  # predictions made in the time that the gradients take; each predic
 
 @dataclasses.dataclass(eq=False)
 class StreamTrainer:
-    """A helper that round policies consult when they would wait. `lent` and `refused` are for displays."""
+    """A helper that round policies consult when they would wait. `lent` and `refused` are for displays. `consult`
+    returns the next instructions of a round, which trains on the `ready` groups in any case. `reset` ends a round."""
 
     chunk: int = 0  # groups of a portion; 0: an eighth of a step
     first: float = 0.2  # share of a round's ended responses at which lending is first considered
@@ -42,11 +43,9 @@ class StreamTrainer:
     _looked: float = dataclasses.field(default=0.0, init=False)  # progress of the round at the last milestone
 
     def reset(self) -> None:
-        """Ends a round."""
         self._looked = 0.0
 
     def consult(self, coordinator: Coordinator, ready: Sequence[Entry]) -> Sequence[Instruction]:
-        """Returns the next instructions within a round; the round trains on the `ready` groups in any case."""
         if coordinator.awaiting:
             return []
         if not coordinator.fleet.lent:
@@ -92,18 +91,16 @@ def projected_tokens(coordinator: Coordinator) -> float:
 
 @dataclasses.dataclass(eq=False)
 class SpeculativeSync:
-    """A helper that round policies consult when they would wait."""
+    """A helper that round policies consult when they would wait. Its methods are those of `StreamTrainer`."""
 
     confidence: float = 0.5  # training begins early if the missing responses end in time with at least this probability
     begun: int = dataclasses.field(default=0, init=False)  # times that training began early
     _next: float = dataclasses.field(default=0.0, init=False)  # time of the next prediction
 
     def reset(self) -> None:
-        """Ends a round."""
         self._next = 0.0
 
     def consult(self, coordinator: Coordinator, ready: Sequence[Entry]) -> Sequence[Instruction]:
-        """Returns the next instructions within a round; the round trains on the `ready` groups in any case."""
         pace, now = coordinator.pace, coordinator.now
         if coordinator.awaiting or not ready or not (pace.training and pace.growth) or now < self._next:
             return []

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import models.processing
 from rollout.listening import is_loopback
 
-from ...base.errors import ConfigError
+from ...base.errors import ConfigError, as_config_error
 from ...base.medium import Media, MediaKind
 from ..named import Failing, RewardFailure
 from .questions import Answer, Question
@@ -103,10 +103,8 @@ def load_processor(folder: str) -> models.processing.Processor:
     """Returns the processor of a checkpoint folder. Raises ConfigError."""
     if not folder:
         raise ConfigError("judge.tokenizer must be the folder of the judge's checkpoint if judge.api is 'generate'")
-    try:
+    with as_config_error("judge.tokenizer", OSError, ValueError):
         return models.processing.Processor.load(folder)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"judge.tokenizer: {error}") from error
 
 
 def question_ids(processor: models.processing.Processor, question: Question) -> list[int]:

@@ -10,7 +10,7 @@ import pathlib
 import re
 from typing import Any, Protocol, runtime_checkable
 
-from ...base.errors import ConfigError
+from ...base.errors import ConfigError, as_config_error
 from ...base.scored import Prompt
 from ...base.worker_pool import WorkerError, WorkerPool, WorkerTimeout
 from ..extraction import sendable
@@ -184,10 +184,8 @@ class VerdictReader:
         if pattern:
             if as_json:
                 raise ConfigError("judge.json and judge.pattern are both set; set only one of them")
-            try:
+            with as_config_error(f"judge.pattern is {pattern!r}, which is no regular expression", re.error):
                 groups = re.compile(pattern.replace("{nonce}", "0")).groups
-            except re.error as error:
-                raise ConfigError(f"judge.pattern is {pattern!r}, which is no regular expression: {error}") from error
             if not groups:
                 raise ConfigError(f"judge.pattern is {pattern!r}; it must have a group (...), which matches the number")
             # A process that can be killed searches, since a pattern may take for ever on a model's text.

@@ -191,13 +191,8 @@ class Process:
             await _cancelled(*reading, *attending, waiting)
             self._process._transport.close()  # type: ignore[attr-defined]  # closes pipes that another process still holds
         code = self._process.returncode
-        return Outcome(
-            exit=128 + signal.SIGKILL if code is None else code if code >= 0 else 128 - code,
-            stdout=bytes(output[0]),
-            stderr=bytes(output[1]),
-            seconds=seconds,
-            reason=self._reason,
-        )
+        status = 128 + signal.SIGKILL if code is None else code if code >= 0 else 128 - code
+        return Outcome(status, bytes(output[0]), bytes(output[1]), seconds, self._reason)
 
     async def _feed(self, data: bytes) -> None:
         if (pipe := self._process.stdin) is None:

@@ -10,6 +10,7 @@ of namespaces. Filters cannot read the flags of `clone3`, so that `clone3` fails
 
 import errno
 import platform
+import re
 import socket
 import struct
 
@@ -21,55 +22,20 @@ _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # requests that type into the run's termi
 _X32 = 0x40000000  # the least number of a call of x32, another interface of x86_64
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # the kernel's numbers (linux/audit.h)
 _CLONE, _IOCTL, _SOCKETPAIR, _CLONE3 = (56, 220), (16, 29), (53, 199), 435
-_REFUSED = {  # the numbers of each call on x86_64 and aarch64
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "open_tree_attr": (467, 467),
-    "open_by_handle_at": (304, 265),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "reboot": (169, 142),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "inotify_init": (253, 26),  # aarch64 has only `inotify_init1`
-    "inotify_init1": (294, 26),
-    "fanotify_init": (300, 262),
-    "socket": (41, 198),
-    "bind": (49, 200),
-    "connect": (42, 203),
-    "setsockopt": (54, 208),
-}
+_CALLS = """
+    unshare 272 97, setns 308 268
+    mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51, open_tree 428 428, move_mount 429 429
+    fsopen 430 430, fsconfig 431 431, fsmount 432 432, fspick 433 433, mount_setattr 442 442, open_tree_attr 467 467
+    open_by_handle_at 304 265, ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271
+    add_key 248 217, request_key 249 218, keyctl 250 219, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282
+    io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427
+    kexec_load 246 104, kexec_file_load 320 294, init_module 175 105, finit_module 313 273, delete_module 176 106
+    reboot 169 142, swapon 167 224, swapoff 168 225
+    memfd_create 319 279, memfd_secret 447 447, shmget 29 194, msgget 68 186, semget 64 190
+    inotify_init 253 26, inotify_init1 294 26, fanotify_init 300 262
+    socket 41 198, bind 49 200, connect 42 203, setsockopt 54 208"""
+# The numbers of each refused call on x86_64 and aarch64, which has only `inotify_init1`.
+_REFUSED = {name: (int(x86_64), int(aarch64)) for name, x86_64, aarch64 in re.findall(r"(\w+) (\d+) (\d+)", _CALLS)}
 
 
 def program(machine: str | None = None) -> bytes:
