@@ -121,8 +121,8 @@ def test_small_batches_change_nothing():
 
 def on_device(model):
     """Bytes of the layers' weights in device memory, wherever anything holds them."""
-    (kind,) = model._programs.kinds.values()
-    sizes = {part.shape for part in model._host[0]} | set(kind.shapes.values())
+    (shapes,) = model._programs.kinds.values()
+    sizes = {part.shape for part in model._host[0]} | set(shapes.values())
     arrays = [x for x in jax.live_arrays() if x.sharding.device_set == {model.device}]
     return sum(x.nbytes for x in arrays if x.shape in sizes and x.sharding.memory_kind == "device")
 
