@@ -1,9 +1,16 @@
-"""Qwen3-VL-8B learns geometry by reinforcement learning on one host of eight H100 (80 GB).
+"""Qwen3-VL-8B learns geometry, or to act in environments, by reinforcement learning on one host of eight H100 (80 GB).
 
     hf download Qwen/Qwen3-VL-8B-Instruct --local-dir Qwen3-VL-8B-Instruct
     hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k
     python -m fluxjax.preflight --config=configs/qwen3_vl_8b.py --topology 1x8xh100
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m fluxjax.train --config=configs/qwen3_vl_8b.py
+
+    pip install -e '.[environments]' minigrid miniwob && apt-get install chromium chromium-driver
+    python scripts/agent_manifests.py agent
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m fluxjax.train --config=configs/qwen3_vl_8b.py:agent
+
+With `agent`, episodes of up to 16 turns by pictures: lakes of Gymnasium, rooms of BabyAI, and web pages of MiniWoB in
+Chromium (`examples/browser_environment.py`); docs/environments.md says what each costs.
 
 Expected memory, by the pre-flight: 69 of 75 GiB that JAX may use of a device (accumulate), 5 GiB of
 host memory while weights are loaded (docs/preflight.md).
@@ -17,14 +24,48 @@ Speed, stability of the learning rate, and the final accuracy are not known. The
 import pathlib
 import runpy
 
-from fluxjax.config import Config, ConfigError
+from fluxjax.config import Config, ConfigError, SourceConfig
 
 _QWEN = pathlib.Path(__file__).parent / "qwen2_5_vl_7b.py"  # the same run but for what is set below
 
+PLAYED: dict[str, SourceConfig] = {
+    "lakes": SourceConfig(  # the embedded data set
+        reward="environment",
+        environment="gymnasium",
+        environment_arguments={
+            "id": "FrozenLake-v1",
+            "arguments": {"is_slippery": False},
+            "pixels": 256,
+            "max_turns": 12,
+        },
+    ),
+    "babyai": SourceConfig(
+        path="agent/babyai/train.jsonl",
+        eval_path="agent/babyai/eval.jsonl",  # rooms with more things than in training
+        reward="environment",
+        environment="gymnasium",
+        environment_arguments={
+            "id": "BabyAI-GoToLocal-v0",
+            "imports": ["minigrid"],
+            "actions": ["left", "right", "forward"],
+            "pixels": 256,
+            "moves": 3,
+            "max_turns": 16,
+        },
+    ),
+    "miniwob": SourceConfig(
+        path="agent/miniwob/train.jsonl",
+        eval_path="agent/miniwob/eval.jsonl",  # pages of other seeds than in training
+        reward="environment",
+        environment="examples.browser_environment:MiniWob",
+        environment_arguments={"max_turns": 8},
+    ),
+}
+
 
 def get_config(variant: str = "") -> Config:
-    if variant:
-        raise ConfigError(f"configs/qwen3_vl_8b.py has no variants, such as {variant!r}")
+    if variant not in ("", "agent"):
+        raise ConfigError(f"configs/qwen3_vl_8b.py has the variants '' and 'agent', not {variant!r}")
     config: Config = runpy.run_path(str(_QWEN))["get_config"]()
     config.name = "qwen3_vl_8b"
     config.model.path = "Qwen3-VL-8B-Instruct"

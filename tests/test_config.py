@@ -32,10 +32,11 @@ REAL = [f"configs/{name}.py" for name in (*VISUAL, *TEXTS)]
 ONE_GPU = [
     f"configs/{name}" for name in ("qwen2_5_vl_3b.py:one_gpu", "qwen2_5_vl_3b.py:one_gpu_full", "qwen3_5_4b.py:one_gpu")
 ]
+AGENTS = ["configs/qwen3_vl_8b.py:agent"]
 FLEET = ["configs/vlm_sglang.py", "configs/vlm_sglang.py:serve", "configs/qwen2_5_vl_7b.py:fleet"]
 TINY = [*(f"configs/vlm.py{variant}" for variant in ("", ":debug", ":qwen3_vl", ":qwen3_5")), "configs/text.py"]
 TINY += ["configs/text.py:debug"]
-SHIPPED = [*TINY, *REAL, *ONE_GPU, *FLEET]
+SHIPPED = [*TINY, *REAL, *ONE_GPU, *AGENTS, *FLEET]
 
 
 @pytest.mark.parametrize("selected", SHIPPED + SIMULATED)
