@@ -61,7 +61,7 @@ _BEGIN = """
 _STATE = "return window.core ? [WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL] : null"
 _PLACE = """
     const leaves = [...document.querySelectorAll('#area *')].filter(e => !e.childElementCount && e.offsetWidth);
-    const found = leaves.find(e => (e.textContent || e.value).trim() == arguments[0]) || leaves.find(e => e.localName == 'button');
+    const found = leaves.find(e => (e.textContent || e.value || '').trim() == arguments[0]) || leaves.find(e => e.localName == 'button');
     const box = found && found.getBoundingClientRect();
     return box ? [box.left + box.width / 2, box.top + box.height / 2] : null"""
 
