@@ -71,4 +71,13 @@ def get_config(variant: str = "") -> Config:
     config.model.path = "Qwen3-VL-8B-Instruct"
     config.data.max_pixels = 1280 * 32 * 32  # 1,280 features of an image at most
     config.rollout.slots = 24  # of each engine: a token's keys and values are 2.6 times as large as in Qwen2.5-VL-7B
+    if variant == "agent":
+        config.name = "qwen3_vl_8b-agent"
+        config.data.sources = dict(PLAYED)
+        config.data.max_pixels = 256 * 32 * 32  # 256 features of an image at most; a turn's image has 64 to 130
+        config.data.environments.concurrency = 64  # of the 512 episodes of a step: Chromium needs a core while it acts
+        config.data.environments.turns = 16
+        config.rollout.max_new_tokens = 5120  # of an episode, observations included
+        config.rollout.max_sequence_tokens = 6144
+        config.rollout.slots = 32
     return config
