@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import signal
 from typing import Any
 
 import pytest
 from counting import LETTERS, Counting
-from run_cases import Diary, assert_same_run, flags, logged, signal_when, summary, trained, write_jsonl
+from run_cases import ROOT, Diary, assert_same_run, flags, logged, signal_when, summary, trained, write_jsonl
 
 from fluxjax import evaluate
 from fluxjax.base.types import ENVIRONMENT, Media, MediaKind, Prompt, Response
@@ -103,7 +104,10 @@ def test_an_environment_that_raises_is_named_and_costs_its_prompt_alone(tmp_path
 
 
 @pytest.mark.long
-def test_a_run_of_episodes_that_is_killed_goes_on_with_the_same_bits(tmp_path: pathlib.Path, commands: Any) -> None:
+def test_a_run_of_episodes_that_is_killed_goes_on_with_the_same_bits(
+    tmp_path: pathlib.Path, commands: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests"))))
     (alone := tmp_path / "alone").mkdir()
     (killed := tmp_path / "killed").mkdir()
     words = own(tmp_path, VLM, {"pictures": True}, steps=6, rollout__max_new_tokens=24, rollout__max_sequence_tokens=64)

@@ -155,7 +155,7 @@ def check_fields(section: Any, prefix: str = "") -> None:
                     raise ConfigError(f"{name} has no field {key!r}; it has {', '.join(wanted)}")
                 elif wanted and type(entry) is not type(wanted[key]):
                     raise ConfigError(f"{name}.{key} is {entry!r}; it must be of type {type(wanted[key]).__name__}")
-                elif not isinstance(entry, PLAIN):
+                elif not isinstance(entry, PLAIN | (Mapping if "nested" in metadata else PLAIN)):
                     raise ConfigError(f"{name}.{key} is {entry!r}; it must be text, a number, true, false or a list")
         elif type(value) is not type(wanted):
             raise ConfigError(f"{name} is {value!r}; it must be of type {type(wanted).__name__}")

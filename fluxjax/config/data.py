@@ -109,7 +109,9 @@ class SourceConfig(Section):
     # What answers the turns of a response: a name in `fluxjax.environments`, or module:attribute. Empty: a response is
     # one turn.
     environment: str = ""
-    environment_arguments: dict[str, object] = dataclasses.field(default_factory=dict)  # its keyword arguments
+    environment_arguments: dict[str, object] = dataclasses.field(  # its keyword arguments
+        default_factory=dict, metadata={"nested": True}
+    )
 
     @property
     def reward_names(self) -> str:
