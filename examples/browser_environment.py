@@ -75,7 +75,7 @@ class Browser:
         if not (chromium and chromedriver and pages and pages.origin):
             places = {"miniwob": pages, "chromium": chromium, "chromedriver": chromedriver}
             missing = " and ".join(name for name, found in places.items() if not found)
-            raise ConfigError(f"environment MiniWob: {missing} is not installed: {INSTALL}")
+            raise ConfigError(f"environment MiniWob needs {missing}: {INSTALL}")
         from selenium import webdriver
         from selenium.webdriver.chrome.service import Service
 
