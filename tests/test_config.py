@@ -28,7 +28,7 @@ GOLDENS = pathlib.Path(__file__).parent / "goldens"
 SIMULATED = [f"configs/simulation.py{variant}" for variant in ("", ":7b", ":14b", ":32b", ":1024", ":faults")]
 TEXTS = ("qwen2_5_7b", "qwen3_8b", "qwen3_32b")
 VISUAL = ("qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", "qwen3_vl_8b", "qwen3_5_9b")
-REAL = [f"configs/{name}.py" for name in (*VISUAL, *TEXTS)]
+REAL = [f"configs/{name}.py" for name in (*VISUAL, *TEXTS)] + ["configs/qwen3_vl_8b.py:agent"]
 ONE_GPU = [
     f"configs/{name}" for name in ("qwen2_5_vl_3b.py:one_gpu", "qwen2_5_vl_3b.py:one_gpu_full", "qwen3_5_4b.py:one_gpu")
 ]

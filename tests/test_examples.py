@@ -1,7 +1,9 @@
 """Every file of `examples/` runs as its own words say, with a smaller model for fewer steps, and shows what it did."""
 
+import importlib.util
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,9 +19,10 @@ SHOWN = {
     "own_policy": "hopeless prompts were replaced",
     "own_algorithm": "nats a token",
     "own_environment": ": right",
+    "browser_environment": "reward 1, done: True",
     "plain_loop": "step 2/2: correct",
 }
-WITHOUT_RUN = ("own_environment", "plain_loop")  # these do not end with the last line of a run
+WITHOUT_RUN = ("own_environment", "browser_environment", "plain_loop")  # these do not end with the last line of a run
 
 
 def test_every_example_is_run() -> None:
@@ -29,6 +32,8 @@ def test_every_example_is_run() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", SHOWN)
 def test_example(name: str, tmp_path: pathlib.Path) -> None:
+    if name == "browser_environment" and not (importlib.util.find_spec("miniwob") and shutil.which("chromedriver")):
+        pytest.skip("needs miniwob, chromium and chromium-driver")
     command = [sys.executable, f"examples/{name}.py", f"--config.run_dir={tmp_path / 'run'}", *flags(steps=2)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     with forked(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
