@@ -41,8 +41,17 @@ INSTALL = "pip install miniwob, and apt-get install chromium chromium-driver (or
 SIZE = (160, 210)  # width and height of every MiniWoB page, in CSS pixels
 KEYS = {name: f"arrow_{name}" for name in ("up", "down", "left", "right")}
 KEYS |= {name: name for name in ("enter", "tab", "backspace", "delete", "escape")}
-FLAGS = """--headless --disable-gpu --disable-quic --no-first-run --disable-background-networking
-    --disable-component-update --disable-sync --disable-extensions --window-size=600,600""".split()
+FLAGS = [
+    "--headless",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-extensions",
+    "--window-size=600,600",
+]
 NO_NETWORK = "--host-resolver-rules=MAP * ~NOTFOUND"  # the pages are files
 _COMMAND = re.compile(r"^\s*(`?)(click|drag|scroll|type|press)[ \t]+(\S.*?)\1\s*$", re.IGNORECASE | re.MULTILINE)
 _LONGEST = 200  # characters that a command types

@@ -1,22 +1,10 @@
 """Errors that a user can mend. Their text is one line, which names the field, the file or the record, and the fix."""
 
-import contextlib
-from collections.abc import Iterator
-
 USER, LOST = 2, 3  # exit statuses of `fluxjax.train`: an error for the user to mend, the loss of another process
 
 
 class ConfigError(ValueError):
     """A setting is wrong. The message names the field, the value and the allowed values."""
-
-
-@contextlib.contextmanager
-def as_config_error(field: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turns errors of these kinds into a `ConfigError`, whose message begins with `field`."""
-    try:
-        yield
-    except kinds as error:
-        raise ConfigError(f"{field}: {error}") from error
 
 
 class DataError(ValueError):

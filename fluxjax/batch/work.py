@@ -10,8 +10,8 @@ from models.config import DeepVisionConfig, TextConfig, VisionConfig
 from sharding.cost import CostError, CostModel, ModelSizes
 from sharding.kernels.runs import CHUNK
 
-from ..base.errors import as_config_error
 from ..config import Config, DType
+from ..config.bounds import as_config_error
 
 Floats = np.ndarray  # f64, one for each sequence
 Estimate = Callable[[Floats, Floats, Floats], Floats]  # (tokens, squares, patches) of each sequence -> work

@@ -1,5 +1,6 @@
 """The common part of all sections of settings: bounds declared beside their fields, and functions over all fields."""
 
+import contextlib
 import dataclasses
 import math
 import operator
@@ -212,3 +213,12 @@ def label(value: object) -> str:
 def lies_in(field: str, names: Iterable[str]) -> bool:
     """Returns True if a dotted field is one of `names`, or lies in a section among `names`."""
     return any(f"{field}.".startswith(f"{name}.") for name in names)
+
+
+@contextlib.contextmanager
+def as_config_error(field: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turns errors of these kinds into a `ConfigError`, whose message begins with `field`."""
+    try:
+        yield
+    except kinds as error:
+        raise ConfigError(f"{field}: {error}") from error

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from ..base.errors import as_config_error
 from ..config import AprilConfig, Config, ConfigError, SynchronousConfig, TailBatchingConfig
+from ..config.bounds import as_config_error
 from ..config.schedules import make_schedules
 from .engine_states import ParallelismPlanner
 from .machine import Coordinator, SchedulingPolicy, Settings

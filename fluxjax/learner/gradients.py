@@ -24,10 +24,10 @@ from sharding.walk import Fsdp, Params, Tally, Walk
 from sharding.weights import adapted, by_path, with_adapters, with_shardings, without_adapters
 
 from ..algorithms.loss import importance_tally, proximal
-from ..base.errors import as_config_error
 from ..base.types import TrainBatch
 from ..batch.composition import Microbatch
 from ..config import ODC, AlgorithmConfig, Config, Remat
+from ..config.bounds import as_config_error
 
 if TYPE_CHECKING:
     from sharding.odc.executor import Odc

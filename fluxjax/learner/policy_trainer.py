@@ -160,7 +160,7 @@ class PolicyTrainer:
             self._replay.keep(fresh, whole.prepared, learner.version)
             metrics |= self._replay.metrics(fresh, replayed, place.version)
         metrics |= reward_metrics(fresh) | packing_metrics(whole.compositions, learner.mesh.size)
-        metrics["packing/shapes"] = float(len(self._composer.shapes))
+        metrics["packing/shapes"] = float(self._composer.num_shapes)
         return TrainedStep(tuple(fresh), metrics)
 
     def follow(self, shares: Sequence[Share], size: int, update: bool) -> None:

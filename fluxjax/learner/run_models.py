@@ -13,8 +13,8 @@ from sharding.walk import Params
 from sharding.weights import like, without_adapters
 
 from ..algorithms import RLAlgorithm
-from ..base.errors import as_config_error
 from ..config import Config, ConfigError
+from ..config.bounds import as_config_error
 from .learner import Learner
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ Rewards for form are meant to be added to other rewards. Their `Reward.correct` 
 import dataclasses
 import re
 
-from ..base.errors import ConfigError, as_config_error
+from ..base.errors import ConfigError
 from ..base.scored import Completion, Reward
 from ..base.worker_pool import WorkerPool, WorkerTimeout
-from ..config.bounds import bounded, positive
+from ..config.bounds import as_config_error, bounded, positive
 from .extraction import sendable
 from .named import BuiltIn
 from .rules import RIGHT, WRONG

@@ -39,11 +39,11 @@ from sharding.mesh import MeshError, make_mesh
 from sharding.weights import shardings
 
 from ..algorithms import find_algorithm
-from ..base.errors import as_config_error
 from ..base.process import LARGE_MODEL, give_back_large_blocks
 from ..base.timeline import Span, activity
 from ..batch.composer import Composer, Team
 from ..config import Config, ConfigError, ModelConfig
+from ..config.bounds import as_config_error
 from ..data.loader import PromptLoader
 from ..data.prepare import Preparer
 from ..data.sources import Source, all_texts, common_words

@@ -24,11 +24,12 @@ from sharding.mesh import Target
 from sharding.walk import HOST_MEMORY
 
 from ..algorithms import RLAlgorithm
-from ..base.errors import DataError, as_config_error
+from ..base.errors import DataError
 from ..base.timeline import activity
 from ..base.types import PreparedPrompt, Prompt, Response, Reward
 from ..batch.composer import Composer, Team
 from ..config import ODC, Config, ConfigError, Remat, RolloutEngine
+from ..config.bounds import as_config_error
 from ..coordinator.messages import ABORTED, STOPPED, Turn
 from ..data.loader import read_row
 from ..data.prepare import Preparer

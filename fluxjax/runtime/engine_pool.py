@@ -19,11 +19,11 @@ from models.shadow import Fetch
 from rollout.engine import SamplingParams
 from rollout.jax_engine import JaxEngine
 
-from ..base.errors import as_config_error
 from ..base.event_loop import run_async
 from ..base.timeline import Span
 from ..batch.composer import Composer
 from ..config import AdaptiveAsyncConfig, Config, ConfigError, RolloutEngine
+from ..config.bounds import as_config_error
 from ..config.learning import MAX_DEGREE
 
 KV_FRACTION = 0.5  # the share of a device's free memory for caches; activations of training need the rest

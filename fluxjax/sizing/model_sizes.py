@@ -8,8 +8,8 @@ import pathlib
 from models.config import DecoderConfig, ModelConfigError
 from models.registry import read_config
 
-from ..base.errors import as_config_error
 from ..config import Config, ConfigError
+from ..config.bounds import as_config_error
 
 SHIPPED = pathlib.Path(__file__).resolve().parent / "models"
 

@@ -103,7 +103,9 @@ async def test_pages_are_solved_in_chromium_and_look_the_same_when_they_are_play
 async def test_a_wrong_click_ends_the_task_without_a_reward_and_turns_are_bounded(tmp_path):
     pool = EnvironmentPool(tmp_path, EnvironmentLimits(concurrency=1))
     try:
-        wrong = await played(pool, "miniwob", json.dumps({"task": "click-test-2", "seed": 1}), ["nothing"] * 2, max_turns=2)
+        wrong = await played(
+            pool, "miniwob", json.dumps({"task": "click-test-2", "seed": 1}), ["nothing"] * 2, max_turns=2
+        )
         assert (wrong[-1].done, wrong[-1].reward, len(wrong)) == (True, 0.0, 3)
         # Enter in an empty field sends the wrong text.
         turns = ["click 300 330", "press tab", "press enter"]

@@ -22,8 +22,9 @@ from urllib.parse import urlsplit
 import models.processing
 from rollout.listening import is_loopback
 
-from ...base.errors import ConfigError, as_config_error
+from ...base.errors import ConfigError
 from ...base.medium import Media, MediaKind
+from ...config.bounds import as_config_error
 from ..named import Failing, RewardFailure
 from .questions import Answer, Question
 

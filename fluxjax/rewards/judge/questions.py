@@ -10,9 +10,10 @@ import pathlib
 import re
 from typing import Any, Protocol, runtime_checkable
 
-from ...base.errors import ConfigError, as_config_error
+from ...base.errors import ConfigError
 from ...base.scored import Prompt
 from ...base.worker_pool import WorkerError, WorkerPool, WorkerTimeout
+from ...config.bounds import as_config_error
 from ..extraction import sendable
 
 _MATERIAL = ("prompt", "response", "answer")
