@@ -41,8 +41,17 @@ INSTALL = "pip install miniwob, and apt-get install chromium chromium-driver (or
 SIZE = (160, 210)  # width and height of every MiniWoB page, in CSS pixels
 KEYS = {name: f"arrow_{name}" for name in ("up", "down", "left", "right")}
 KEYS |= {name: name for name in ("enter", "tab", "backspace", "delete", "escape")}
-FLAGS = """--headless --disable-gpu --disable-quic --no-first-run --disable-background-networking
-    --disable-component-update --disable-sync --disable-extensions --window-size=600,600""".split()
+FLAGS = [
+    "--headless",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-extensions",
+    "--window-size=600,600",
+]
 NO_NETWORK = "--host-resolver-rules=MAP * ~NOTFOUND"  # the pages are files
 _COMMAND = re.compile(r"^\s*(`?)(click|drag|scroll|type|press)[ \t]+(\S.*?)\1\s*$", re.IGNORECASE | re.MULTILINE)
 _LONGEST = 200  # characters that a command types
@@ -52,7 +61,8 @@ _BEGIN = """
     core.EPISODE_MAX_TIME = 2147483647;
     if (window.jQuery) jQuery.fx.off = true;
     const style = document.createElement('style');
-    style.textContent = '* {caret-color: transparent !important; transition: none !important; animation: none !important}';
+    const still = ['caret-color: transparent', 'transition: none', 'animation: none'];
+    style.textContent = `* {${still.map(rule => rule + ' !important;').join(' ')}}`;
     document.head.appendChild(style);
     Math.seedrandom(arguments[0]);
     core.startEpisodeReal();
@@ -61,7 +71,8 @@ _BEGIN = """
 _STATE = "return window.core ? [WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL] : null"
 _PLACE = """
     const leaves = [...document.querySelectorAll('#area *')].filter(e => !e.childElementCount && e.offsetWidth);
-    const found = leaves.find(e => (e.textContent || e.value || '').trim() == arguments[0]) || leaves.find(e => e.localName == 'button');
+    const named = e => (e.textContent || e.value || '').trim() == arguments[0];
+    const found = leaves.find(named) || leaves.find(e => e.localName == 'button');
     const box = found && found.getBoundingClientRect();
     return box ? [box.left + box.width / 2, box.top + box.height / 2] : null"""
 

@@ -16,10 +16,34 @@ left or right to turn, forward for a step. The mission is done in front of the t
 PAGES = "Do the task at the top of the web page."
 SIZES = (6, 7, 8)  # fields of a room's side, its walls included; MiniGrid searches long for a way through smaller ones
 THINGS = {"train": (1, 2, 3, 4), "eval": (5, 6)}  # in a room
-TASKS = """click-test click-test-2 click-button click-button-sequence click-link click-dialog click-dialog-2 click-tab
-    click-tab-2-easy click-option click-checkboxes click-color click-shape click-widget focus-text focus-text-2
-    enter-text enter-text-dynamic enter-password login-user identify-shape grid-coordinate count-shape
-    simple-arithmetic read-table drag-box""".split()
+TASKS = [
+    "click-test",
+    "click-test-2",
+    "click-button",
+    "click-button-sequence",
+    "click-link",
+    "click-dialog",
+    "click-dialog-2",
+    "click-tab",
+    "click-tab-2-easy",
+    "click-option",
+    "click-checkboxes",
+    "click-color",
+    "click-shape",
+    "click-widget",
+    "focus-text",
+    "focus-text-2",
+    "enter-text",
+    "enter-text-dynamic",
+    "enter-password",
+    "login-user",
+    "identify-shape",
+    "grid-coordinate",
+    "count-shape",
+    "simple-arithmetic",
+    "read-table",
+    "drag-box",
+]
 COUNTS = {"train": (2000, 80), "eval": (160, 6)}  # rooms, and pages of each task
 EVAL_SEEDS = 1_000_000  # held-out pages have seeds from this one on
 
