@@ -12,8 +12,8 @@
 With `agent`, episodes of up to 16 turns by pictures: lakes of Gymnasium, rooms of BabyAI, and web pages of MiniWoB in
 Chromium (`examples/browser_environment.py`); docs/environments.md says what each costs.
 
-Expected memory, by the pre-flight: 69 of 75 GiB that JAX may use of a device (accumulate), 5 GiB of
-host memory while weights are loaded (docs/preflight.md).
+Expected memory, by the pre-flight: 69 of 75 GiB that JAX may use of a device (accumulate; with `agent` 57, in prefill,
+since engines sleep while training computes), 5 GiB of host memory while weights are loaded (docs/preflight.md).
 
 Never measured: no step of it has run on a GPU, and no published checkpoint was loaded (the sizes are those of its
 config.json; models of these layers with random weights are compared with transformers, `models/qwen3_vl/README.md`).

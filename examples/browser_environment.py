@@ -61,7 +61,8 @@ _BEGIN = """
     core.EPISODE_MAX_TIME = 2147483647;
     if (window.jQuery) jQuery.fx.off = true;
     const style = document.createElement('style');
-    style.textContent = '* {caret-color: transparent !important; transition: none !important; animation: none !important}';
+    const still = ['caret-color: transparent', 'transition: none', 'animation: none'];
+    style.textContent = `* {${still.map(rule => rule + ' !important;').join(' ')}}`;
     document.head.appendChild(style);
     Math.seedrandom(arguments[0]);
     core.startEpisodeReal();
@@ -70,7 +71,8 @@ _BEGIN = """
 _STATE = "return window.core ? [WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL] : null"
 _PLACE = """
     const leaves = [...document.querySelectorAll('#area *')].filter(e => !e.childElementCount && e.offsetWidth);
-    const found = leaves.find(e => (e.textContent || e.value || '').trim() == arguments[0]) || leaves.find(e => e.localName == 'button');
+    const named = e => (e.textContent || e.value || '').trim() == arguments[0];
+    const found = leaves.find(named) || leaves.find(e => e.localName == 'button');
     const box = found && found.getBoundingClientRect();
     return box ? [box.left + box.width / 2, box.top + box.height / 2] : null"""
 

@@ -39,7 +39,9 @@ def by_bot(game) -> int:
     """The action that MiniGrid's own bot takes."""
     from minigrid.utils.baby_ai_bot import BabyAIBot
 
-    return int(BabyAIBot(game).replan())
+    action = BabyAIBot(game).replan()
+    assert action is not None
+    return int(action)
 
 
 async def played(pool, source, answer, turns=(), seed=0, **more):
@@ -76,7 +78,9 @@ async def test_rooms_of_babyai_are_solved_by_its_bot(agent, tmp_path):
 @browsing
 async def test_pages_are_solved_in_chromium_and_look_the_same_when_they_are_played_again(agent, tmp_path):
     tasks = [json.loads(record["answer"])["task"] for record in records(agent / "miniwob" / "train.jsonl")[:26]]
-    pages = pathlib.Path(importlib.util.find_spec("miniwob").origin).parent / "html" / "miniwob"
+    spec = importlib.util.find_spec("miniwob")
+    assert spec is not None and spec.origin is not None
+    pages = pathlib.Path(spec.origin).parent / "html" / "miniwob"
     assert all((pages / f"{task}.html").is_file() for task in tasks)
     button = json.dumps({"task": "click-button", "seed": 5})
     turns = ["press the button", "click 1001 5", "press tab", "drag 900 900 950 950", "scroll 900 900 down"]
