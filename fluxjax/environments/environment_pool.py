@@ -27,6 +27,7 @@ from .observation import EnvironmentFailure, Fault
 _CLOSING_SECONDS = 5.0  # seconds that an environment's `close` may take
 # A process above this share of its bound ends after its episode, since the next episode must not pay for its leak.
 _WORN = 0.5
+_ABANDONED = 3600.0  # seconds after which nobody writes a part of a file any more
 _LENGTH = 200  # characters after which a reason is cut off
 _FAULTS = {WorkerTimeout: Fault.TIMED_OUT, WorkerMemory: Fault.MEMORY, WorkerError: Fault.RAISED}
 
@@ -69,8 +70,10 @@ class EnvironmentPool:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DataError(f"{self.folder}: the folder for media of observations can't be made: {error}") from error
-        for part in self.folder.glob(".*.part"):  # of processes that were killed
-            part.unlink(missing_ok=True)
+        for part in self.folder.glob(".*.part"):  # of processes that were killed; others may still write theirs
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - part.stat().st_mtime > _ABANDONED:
+                    part.unlink()
         self._workers = WorkerPool(
             f"{__package__}.environment_process:playing_function",
             self.limits.concurrency,

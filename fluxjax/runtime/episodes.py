@@ -190,20 +190,21 @@ class Episodes:
         """Begins an environment and lets it hear recorded turns, each with the observation that followed."""
         arguments, seed = self.arguments.get(prompt.source, {}), request_seed(self.seed, prompt.draw)
         episode = await self.pool.start(prompt.environment, prompt.record, seed, arguments)
-        seen = prompt.record.opened(episode.observation.text, episode.observation.media)
-        if (seen.text, seen.media) != (prompt.text, prompt.media) or episode.observation.done:
+        try:
+            shown = prompt.record.opened(episode.observation.text, episode.observation.media)
+            if (shown.text, shown.media) != (prompt.text, prompt.media) or episode.observation.done:
+                raise EnvironmentFailure(Fault.INVALID, f"{prompt.environment}: begins in another way than before")
+            for number, (said, seen) in enumerate(turns, 1):
+                answer = await episode.act(self._text(said))
+                again = await self._tokenised(answer, prompt, said, 0)
+                if answer.done or again.token_ids_T.tolist() != list(seen):
+                    reason = f"was begun anew, and answers turn {number} otherwise than before"
+                    raise EnvironmentFailure(Fault.INVALID, f"{prompt.environment}: {reason}")
+            if seat.ended:
+                raise EnvironmentFailure(Fault.DIED, f"{prompt.environment}: was ended while it began")
+        except BaseException:
             await episode.end()
-            raise EnvironmentFailure(Fault.INVALID, f"{prompt.environment}: begins in another way than before")
-        for number, (said, seen) in enumerate(turns, 1):
-            answer = await episode.act(self._text(said))
-            again = await self._tokenised(answer, prompt, said, 0)
-            if answer.done or again.token_ids_T.tolist() != list(seen):
-                await episode.end()
-                reason = f"was begun anew, and answers turn {number} otherwise than before"
-                raise EnvironmentFailure(Fault.INVALID, f"{prompt.environment}: {reason}")
-        if seat.ended:
-            await episode.end()
-            raise EnvironmentFailure(Fault.DIED, f"{prompt.environment}: was ended while it began")
+            raise
         return episode
 
     def _text(self, turn_ids: Sequence[int]) -> str:

@@ -315,7 +315,9 @@ def test_limits_are_checked(tmp_path):
 
 @pytest.mark.medium
 async def test_media_are_files_named_by_content(tmp_path):
-    (tmp_path / f".x.png.{2**22}.part").write_bytes(b"of a process that was killed")
+    (killed := tmp_path / f".x.png.{2**22}.part").write_bytes(b"of a process that was killed")
+    os.utime(killed, (1, 1))
+    (young := tmp_path / f".y.png.{2**22}.part").write_bytes(b"of a process that writes it now")
     async with opened(tmp_path) as pool:
         forms = ["array", "image", "grey", "palette", "clear", "cmyk", "png", "jpeg", "webp"]
         seen = await played(pool, "hostile:Pictures", forms, seed=5)
@@ -332,6 +334,7 @@ async def test_media_are_files_named_by_content(tmp_path):
     grey = np.asarray(Image.fromarray(pixels).convert("L").convert("RGB"))
     np.testing.assert_array_equal(np.asarray(load_image(paths["grey"])), grey)
     assert pathlib.Path(paths["jpeg"]).read_bytes()[:2] == b"\xff\xd8"
+    young.unlink()  # it was left alone
     assert not list(tmp_path.glob(".*.part")) and len(list(tmp_path.iterdir())) == len(
         {medium.path for observed in [*seen, *again, *other] for medium in observed.media}
     )

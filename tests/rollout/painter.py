@@ -32,6 +32,17 @@ class Fickle(Painter):
         return super().reset(prompt, seed + next(begun))
 
 
+class Unwritable(Fickle):
+    """Says what the vocabulary of tests lacks, unless it is the first of its process to begin."""
+
+    def reset(self, prompt: Prompt, seed: int) -> Observation:
+        self.first = next(begun) == 0
+        return Painter.reset(self, prompt, seed)
+
+    def step(self, text: str) -> Observation:
+        return Painter.step(self, text) if self.first else Observation("\u6f22")
+
+
 class Slow(Painter):
     """Appends a line to the file that the prompt names for each turn that it hears."""
 

@@ -193,12 +193,15 @@ def test_an_environment_that_is_gone_hears_the_recorded_turns_again(tmp_path: pa
             await episodes.end(4)
             return first, second, await episodes.act(prepared, said)
         finally:
+            assert len(episodes.pool.episodes) <= (environment == "painter:Painter"), "an environment without a seat"
             await episodes.pool.close()
 
     first, second, again = limited(play("painter:Painter"))
     assert not first.done and first.response.media and (second.response, second.done) == (again.response, again.done)
     with pytest.raises(EnvironmentFailure, match="was begun anew, and answers turn 1 otherwise than before"):
         limited(play("painter:Fickle"))
+    with pytest.raises(EnvironmentFailure, match="painter:Unwritable: .*vocabulary"):
+        limited(play("painter:Unwritable"))
 
 
 def begun(draw: int, environment: str, text: str = "?") -> tuple[PreparedPrompt, Response]:
