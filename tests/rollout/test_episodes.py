@@ -200,7 +200,7 @@ def test_an_environment_that_is_gone_hears_the_recorded_turns_again(tmp_path: pa
     assert not first.done and first.response.media and (second.response, second.done) == (again.response, again.done)
     with pytest.raises(EnvironmentFailure, match="was begun anew, and answers turn 1 otherwise than before"):
         limited(play("painter:Fickle"))
-    with pytest.raises(EnvironmentFailure, match="painter:Unwritable: .*vocabulary"):
+    with pytest.raises(EnvironmentFailure, match=r"painter:Unwritable: .*vocabulary"):
         limited(play("painter:Unwritable"))
 
 
