@@ -21,22 +21,23 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
 
 import models
 from fluxjax.base.medium import Media, MediaKind
+from fluxjax.base.scored import request_seed
 from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
 from fluxjax.batch.composer import Composer
 from fluxjax.config import TINY, Config, ModelConfig
 from fluxjax.coordinator.messages import Request, Turn, request_id
 from fluxjax.data.local_store import LocalStore
 from fluxjax.data.shadows import MediaIndex, ProxyMedia
-from fluxjax.environments import Observed
+from fluxjax.environments import EnvironmentLimits, Observed
 from fluxjax.run.build import tiny_model, tiny_vision
-from fluxjax.runtime.conversations import begun_of, longer, request_seed, session_of, to_train, turn_request
+from fluxjax.runtime.conversations import begun_of, longer, session_of, to_train, turn_request
 from fluxjax.runtime.episodes import Episodes, LayOut
 from models.config import PatchLayout
 from models.decoder import Decoder
@@ -72,6 +73,8 @@ class Scene:
     folder: pathlib.Path
     turns: int = 0
     draw: int = 0
+    limits: ClassVar[EnvironmentLimits] = EnvironmentLimits()
+    observation: ClassVar[Observed] = Observed("", (), 0.0, False, {})  # of its reset
 
     async def start(self, name: str, prompt: Prompt, seed: int, arguments: Mapping[str, Any]) -> Scene:
         return Scene(self.folder, 0, prompt.draw)

@@ -207,5 +207,5 @@ def test_a_profile_says_the_degree_at_the_start(tmp_path):
     with pytest.raises(ConfigError, match=r"of another model: .*num_layers 1, not 2"):
         EnginePool(config, model(num_layers=2))
     file.write_text("?")
-    with pytest.raises(ConfigError, match=r"parallelism.profile: .*is not JSON"):
+    with pytest.raises(ConfigError, match=r"parallelism.profile: .*is no profile of version 1: JSONDecodeError"):
         make_coordinator(config)

@@ -385,7 +385,6 @@ def test_steps_count_what_servers_delivered(tmp_path, servers, monkeypatch):
         summary=Summary(),
         metrics=log,
         display=display,
-        play=None,
         pool=types.SimpleNamespace(servers=lambda: statuses),
         pixels=none,
         rewards=none,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -39,9 +40,9 @@ class Play:
     episodes: Episodes | None = dataclasses.field(default=None, init=False)  # while the block of `begun` runs
 
     def __post_init__(self) -> None:
-        if self.folder is None:
-            self._temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self._folder = self.folder or pathlib.Path(self._temporary.name)
+        self._open = contextlib.ExitStack()
+        temporary = functools.partial(tempfile.TemporaryDirectory, ignore_cleanup_errors=True)
+        self._folder = self.folder or pathlib.Path(self._open.enter_context(temporary()))
         self._observations = observations_of(self.config, self.processor)
         self.opened = Openings(self.config.data, self._folder, self.processor, self.config.seed, self.note)
 
@@ -78,6 +79,7 @@ class Play:
 
     def close(self) -> None:
         self.opened.close()
+        self._open.close()
 
 
 def observations_of(config: Config, processor: Processor) -> ObservationProcessor:

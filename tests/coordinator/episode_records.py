@@ -17,7 +17,7 @@ import random
 import re
 import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from runtime_cases import Run, Source, Trainer
@@ -26,7 +26,7 @@ from scripted_engine import ScriptedEngine
 from fluxjax.base.medium import Media, MediaKind
 from fluxjax.base.types import ENVIRONMENT, Group, PreparedPrompt, Prompt, Response, Reward
 from fluxjax.coordinator import messages
-from fluxjax.environments import EnvironmentFailure, Fault, Observed
+from fluxjax.environments import EnvironmentFailure, EnvironmentLimits, Fault, Observed
 from fluxjax.runtime.episodes import AnsweredTurn, Episodes
 from models.config import PatchLayout
 from models.inputs import ModelInput
@@ -114,6 +114,7 @@ class Sights:
     goal: int = 0  # turns
     heard: list[str] = dataclasses.field(default_factory=list)
     answers: list[Observed] = dataclasses.field(default_factory=list)
+    observation: ClassVar[Observed] = Observed("", (), 0.0, False, {})  # of its reset
 
     async def act(self, text: str) -> Observed:
         await self.records.pause()
@@ -136,6 +137,8 @@ class Sights:
 
 class Records:
     """All that was said in a run, and the pool of its environments."""
+
+    limits: ClassVar[EnvironmentLimits] = EnvironmentLimits(turns=TURNS + 1)
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)

@@ -53,7 +53,7 @@ def test_neither_rate_nor_timestamps_is_an_error(tmp_path, monkeypatch):
     """No encoder here writes such a file, so the two readings are taken away."""
     path = write_video(tmp_path / "a.mp4", moving_frames(12, 32, 48))
     monkeypatch.setattr("models.processing.videos.rated", lambda count, stream: None)
-    monkeypatch.setattr("models.processing.videos.span", lambda times, durations, base, at_rate: None)
+    monkeypatch.setattr("models.processing.videos.duration_of", lambda times, durations, base, stream: None)
     for chosen in (FOUR, FrameSettings(fps=2)):
         with pytest.raises(MediaError, match=r"a\.mp4: has neither timestamps nor a frame rate"):
             load(path, chosen)

@@ -170,9 +170,10 @@ class PagedDevice:
             states = step.writes.states
             assert self.limits.recurrent == (inputs.runs is not None) == (states is not None)
             if states is not None:
-                real_B = states.slot_B < self.limits.slots + self.limits.kept_states
-                assert len(set(states.slot_B[real_B].tolist())) == real_B.sum(), "a state is written twice"
-                written = zip(states.slot_B[real_B].tolist(), states.row_B[real_B].tolist(), strict=True)
+                slot_B, row_B = states
+                real_B = slot_B < self.limits.slots + self.limits.kept_states
+                assert len(set(slot_B[real_B].tolist())) == real_B.sum(), "a state is written twice"
+                written = zip(slot_B[real_B].tolist(), row_B[real_B].tolist(), strict=True)
                 self.states |= {slot: ends[row] for slot, row in written}
             page_W, row_W, column_WS = step.writes.page_W, step.writes.row_W, step.writes.column_WS
             real = page_W < self.limits.pages

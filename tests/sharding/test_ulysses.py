@@ -322,7 +322,7 @@ def test_what_a_degree_costs(heads, degree, local):
 def test_every_head_is_dealt_once(ratio, kv, twos):
     degree = 1 << twos
     if degree > ratio * kv:
-        with pytest.raises(PlanError, match="lower the degree cap"):
+        with pytest.raises(PlanError, match="attention heads; lower the cap"):
             deal_heads(ratio * kv, kv, degree)
         return
     deal = deal_heads(ratio * kv, kv, degree)
