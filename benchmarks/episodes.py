@@ -87,9 +87,10 @@ def tail(turns: int, steps: int, seeds: Sequence[int], small: bool) -> dict[str,
 
 
 def _step_seconds(turns: int, steps: int, seed: int, environment: float, policy: Sequence[str], small: bool) -> float:
+    from fluxjax.base.process import collector_paused
     from fluxjax.config import cli
     from fluxjax.simulation.options import SimulateConfig
-    from fluxjax.simulation.simulated_run import make_cluster, run
+    from fluxjax.simulation.simulated_run import make_cluster
 
     given = [f"steps={steps}", f"seed={seed}", f"simulation.turns={turns}"]
     given += [f"simulation.environment_seconds={environment}", *policy]
@@ -98,7 +99,8 @@ def _step_seconds(turns: int, steps: int, seed: int, environment: float, policy:
     cluster = make_cluster(
         cli.load(["--config=configs/simulation.py:14b", *(f"--config.{value}" for value in given)], SimulateConfig)
     )
-    run(cluster)
+    with collector_paused():
+        cluster.run()
     return statistics.fmean(record.seconds for record in cluster.records)
 
 
