@@ -62,7 +62,9 @@ def value_loss(values_BT: TokenValues, batch: TrainBatch, value_clip: float = VA
 # --- generalised advantage estimation: flat arrays, response after response, in float64 ---------------
 
 
-def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: np.ndarray, decay: float) -> np.ndarray:
+def gae(
+    rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: np.ndarray | float, decay: float
+) -> np.ndarray:
     """Returns the advantage of each token. `lengths` has the number of tokens of each response; `gamma` is a number for
     each token, or one for all; `decay` is lambda.
     Raises ValueError if the numbers of rewards, values and tokens differ."""

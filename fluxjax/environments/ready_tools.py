@@ -48,7 +48,7 @@ def _value(node: ast.expr) -> decimal.Decimal:
     raise ValueError
 
 
-def crop(images: list[Image.Image], box: list[float], image: int = 1) -> Image.Image:
+def crop(images: list[Image.Image], box: list[int | float], image: int = 1) -> Image.Image:
     """Shows the part of an image within a box [left, top, right, bottom], in thousandths of its width and height."""
     shown, pixels = _chosen(images, image, box)
     return _fitted(shown.crop(pixels))
@@ -64,14 +64,16 @@ def zoom(images: list[Image.Image], cell: int, grid: int = 3, image: int = 1) ->
     return _fitted(shown.crop(pixels), grid)
 
 
-def draw(images: list[Image.Image], box: list[float], image: int = 1) -> Image.Image:
+def draw(images: list[Image.Image], box: list[int | float], image: int = 1) -> Image.Image:
     """Shows an image with a red frame around a box [left, top, right, bottom], in thousandths of width and height."""
     shown, (left, top, right, bottom) = _chosen(images, image, box)
     ImageDraw.Draw(shown).rectangle((left, top, right - 1, bottom - 1), outline="red", width=max(shown.size) // 200 + 1)
     return _fitted(shown)
 
 
-def _chosen(images: list[Image.Image], number: int, box: list[float]) -> tuple[Image.Image, tuple[int, int, int, int]]:
+def _chosen(
+    images: list[Image.Image], number: int, box: list[int | float]
+) -> tuple[Image.Image, tuple[int, int, int, int]]:
     """Returns a copy of an image, and a box in its pixels. Raises ValueError."""
     if not 1 <= number <= len(images):
         raise ValueError(f"image must be a number from 1 to {len(images)}, not {number}")

@@ -61,10 +61,11 @@ def recompute(run_dir: pathlib.Path, step: int, line: int) -> Recomputation:
 
 
 def computed_again(
-    recorded: Response, prepared: PreparedPrompt, run: FluxTrainer, engine_of: Callable[[int], Engine]
+    recorded: Response, prepared: PreparedPrompt, run: Any, engine_of: Callable[[int], Engine]
 ) -> Recomputation:
     """Computes a response again with the seeds and the sampling of its requests: turn by turn, version by version, each
-    behind the recorded tokens and observations. `engine_of` returns an engine with the weights of a version."""
+    behind the recorded tokens and observations. `run` is a `FluxTrainer`; `engine_of` returns an engine of a version's
+    weights."""
     end, turn, observed, gap = 0, 0, 0, 0.0
     for version, same in itertools.groupby(recorded.versions):
         start, end = end, end + len(list(same))
@@ -122,7 +123,7 @@ def _recorded(record: Mapping[str, Any], run_dir: pathlib.Path) -> Response | No
 
 
 def _request(
-    recorded: Response, prepared: PreparedPrompt, run: FluxTrainer, begin: int, start: int, end: int
+    recorded: Response, prepared: PreparedPrompt, run: Any, begin: int, start: int, end: int
 ) -> GenerateRequest:
     """Returns a request for the tokens from `start` to `end` of a response, as if it had begun at token `begin`."""
     columns = {name: getattr(recorded, name)[:begin] for name in ("token_ids", "logprobs", "versions")}
