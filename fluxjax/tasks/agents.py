@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from .embedded import Record, write_manifest, write_manifests
+from .embedded import Record, write_manifests, write_parts
 from .pans import PansRecipe, load_photos
 
 _MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))  # left, down, right, up: the actions of FrozenLake
@@ -44,12 +44,11 @@ class LakesRecipe:
             drawn = tuple("".join(row) for row in fields.reshape(self.side, self.side))
             if distances(drawn).get(divmod(int(start), self.side), 0) > 1:
                 maps[drawn] = None
-        for name, some in zip(_NAMES, (list(maps)[self.held_out :], list(maps)[: self.held_out]), strict=True):
-            records = (
-                {"id": f"{name}-{n:05d}", "prompt": self.question, "answer": json.dumps({"desc": drawn})}
-                for n, drawn in enumerate(some)
-            )
-            write_manifest(folder / f"{name}.jsonl", records)
+
+        def record(id: str, drawn: tuple[str, ...]) -> Record:
+            return {"id": id, "prompt": self.question, "answer": json.dumps({"desc": drawn})}
+
+        write_parts(folder, list(maps), self.held_out, record)
 
 
 def distances(fields: Sequence[str]) -> dict[tuple[int, int], int]:
@@ -107,11 +106,12 @@ class TagsRecipe:
             part = _NAMES.index(name)
             rng = np.random.default_rng([self.seed, part, index])
             photo, scan = split[part][rng.integers(len(split[part]))], rng.choice(scans[part])
-            top, left = (int(rng.integers(size - min(photo.shape[:2]) + 1)) for size in photo.shape[:2])
-            image = Image.fromarray(photo[top:, left:][: min(photo.shape[:2]), : min(photo.shape[:2])])
-            image = image.resize((self.side, self.side))
+            shorter = min(photo.shape[:2])
+            top, left = (int(rng.integers(size - shorter + 1)) for size in photo.shape[:2])
+            square = photo[top : top + shorter, left : left + shorter]
+            image = Image.fromarray(square).resize((self.side, self.side))
             size, tag = self.side // self.grid, self.digit + 2 * self.frame
-            row, column = (int(part) for part in rng.integers(self.grid, size=2))
+            row, column = (int(place) for place in rng.integers(self.grid, size=2))
             y, x = (int(cell * size + rng.integers(size - tag + 1)) for cell in (row, column))
             image.paste((255, 0, 255), (x, y, x + tag, y + tag))
             shown = Image.fromarray((255 - pixels[scan].reshape(8, 8) * (255 / 16)).astype(np.uint8))
@@ -140,14 +140,10 @@ class SumsRecipe:
             first, second = (int(number) for number in rng.integers(11, (1000, 100)))
             sums[f"{first}*{second}"] = first * second
         question = _CALL % ("calculator", json.dumps({"expression": "1+1"}))
-        items = list(sums.items())
-        for name, some in zip(_NAMES, (items[self.held_out :], items[: self.held_out]), strict=True):
-            records = (
-                {
-                    "id": f"{name}-{n:05d}#{json.dumps({'expression': text})}",
-                    "prompt": f"{question}{text}=",
-                    "answer": str(value),
-                }
-                for n, (text, value) in enumerate(some)
-            )
-            write_manifest(folder / f"{name}.jsonl", records)
+
+        def record(id: str, product: tuple[str, int]) -> Record:
+            text, value = product
+            call = json.dumps({"expression": text})
+            return {"id": f"{id}#{call}", "prompt": f"{question}{text}=", "answer": str(value)}
+
+        write_parts(folder, list(sums.items()), self.held_out, record)

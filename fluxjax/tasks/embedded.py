@@ -26,9 +26,9 @@ import pathlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -40,6 +40,7 @@ from ..base.errors import ConfigError, DataError
 from ..base.process import cache_folder
 from ..config.run_folder import lock_file
 
+T = TypeVar("T")
 Record: TypeAlias = Mapping[str, object]
 Recipe: TypeAlias = Any  # a dataclass with `build`, such as `StringsRecipe`, and `enlarged` if `cell` concerns it
 RECIPES: Mapping[str, Recipe] = ByName(
@@ -118,6 +119,13 @@ def write_manifest(path: pathlib.Path, records: Iterable[Record]) -> None:
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
+def write_parts(folder: pathlib.Path, items: Sequence[T], held_out: int, record: Callable[[str, T], Record]) -> None:
+    """Writes the record `record(id, item)` of each item: of the first `held_out` items to `eval.jsonl`, of all others
+    to `train.jsonl`."""
+    for name, part in (("train", items[held_out:]), ("eval", items[:held_out])):
+        write_manifest(folder / f"{name}.jsonl", (record(f"{name}-{n:05d}", item) for n, item in enumerate(part)))
+
+
 def write_manifests(
     folder: pathlib.Path, title: str, make: Callable[[str, int], Record], sizes: Mapping[str, int]
 ) -> list[Record]:
@@ -166,9 +174,8 @@ class StringsRecipe:
         words = [word for round_ in itertools.zip_longest(*by_length) for word in round_ if word is not None]
         words = words[: self.train + self.held_out]
         words = [words[i] for i in rng.permutation(len(words))]
-        for name, part in (("train", words[self.held_out :]), ("eval", words[: self.held_out])):
-            records = (
-                {"id": f"{name}-{index:05d}", "prompt": self.question.format(word), "answer": word[::-1]}
-                for index, word in enumerate(part)
-            )
-            write_manifest(folder / f"{name}.jsonl", records)
+
+        def record(id: str, word: str) -> Record:
+            return {"id": id, "prompt": self.question.format(word), "answer": word[::-1]}
+
+        write_parts(folder, words, self.held_out, record)
