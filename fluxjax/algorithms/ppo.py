@@ -66,8 +66,8 @@ def gae(
     rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: np.ndarray | float, decay: float
 ) -> np.ndarray:
     """Returns the advantage of each token. `lengths` has the number of tokens of each response; `gamma` is a number for
-    each token, or one for all; `decay` is lambda.
-    Raises ValueError if the numbers of rewards, values and tokens differ."""
+    each token, or one for all; `decay` is lambda. Raises ValueError if the numbers of rewards, values and tokens
+    differ."""
     rewards, values = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
     lengths = np.asarray(lengths, np.int64)
     if not len(rewards) == len(values) == lengths.sum():

@@ -116,12 +116,16 @@ class SourceConfig(Section):
     @property
     def reward_names(self) -> str:
         """The names of the source's rewards, for messages."""
-        return " + ".join(term.reward or name for name, term in self.rewards.items()) or self.reward
+        return " + ".join(self._rewards)
+
+    @property
+    def _rewards(self) -> list[str]:
+        return [term.reward or name for name, term in self.rewards.items()] or [self.reward]
 
     def validate_rewards(self, field: str) -> None:
         """Raises `ConfigError` for rewards that exclude each other, for weights that can't be read, and for what only a
         source with an environment has."""
-        if not self.environment and (self.environment_arguments or "environment" in self.reward_names.split(" + ")):
+        if not self.environment and (self.environment_arguments or "environment" in self._rewards):
             what = "environment_arguments are" if self.environment_arguments else "reward 'environment' is"
             raise ConfigError(f"{field}.{what} given, but {field}.environment is empty; name the environment there")
         if self.rewards and self.reward != type(self)().reward:

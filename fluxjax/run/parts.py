@@ -284,8 +284,9 @@ class HeldOut:
             acts = [asyncio.ensure_future(_act(environments, prepared[i], r)) for i, r in acting.items()]
             heard = dict(zip(acting, await self._all("playing", acts), strict=True)) if acting else {}
             going = {i: answer.response for i, answer in heard.items() if answer is not None and not answer.done}
+            told = said | {i: answer and answer.response for i, answer in heard.items()}
             for i in said.keys() - going.keys():
-                answers[i] = said[i] if i not in heard else None if heard[i] is None else heard[i].response
+                answers[i] = told[i]
                 if environments is not None and prepared[i].prompt.environment:
                     await environments.end(prepared[i].prompt.draw)
                     await engine.end_session(session_of(prepared[i].prompt))
