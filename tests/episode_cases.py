@@ -155,7 +155,7 @@ def token_advantages(sample: Sample) -> list[float]:
 
 
 def kinds(episodes: list[Episode]) -> set[str]:
-    """Which of these occur in the episodes: `turns` (several), `image` and `video` (in observations)."""
+    """The kinds of the episodes: `turns` (several), and `image` or `video` (in observations)."""
     found = set()
     for _, sample, whole, prompt in episodes:
         ids = whole.token_ids_T[prompt:]

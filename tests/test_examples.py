@@ -32,6 +32,7 @@ def test_every_example_is_run() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", SHOWN)
 def test_example(name: str, tmp_path: pathlib.Path) -> None:
+    # Chromium is a package of the system, which CI lacks; without it, the example says what to install.
     if name == "browser_environment" and not (importlib.util.find_spec("miniwob") and shutil.which("chromedriver")):
         pytest.skip("needs miniwob, chromium and chromium-driver")
     command = [sys.executable, f"examples/{name}.py", f"--config.run_dir={tmp_path / 'run'}", *flags(steps=2)]

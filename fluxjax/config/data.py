@@ -106,8 +106,8 @@ class SourceConfig(Section):
             "allowed": f"have only the keys {', '.join(COLUMNS)}, each with the name of a field",
         },
     )
-    # What answers the turns of a response: a name in `fluxjax.environments`, or module:attribute. Empty: a response is
-    # one turn.
+    # The environment that answers the turns of a response, as a name in `fluxjax.environments` or as module:attribute.
+    # Empty: a response is one turn.
     environment: str = ""
     environment_arguments: dict[str, object] = dataclasses.field(  # its keyword arguments
         default_factory=dict, metadata={"nested": True}

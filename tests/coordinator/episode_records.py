@@ -90,7 +90,7 @@ class Prompts(Source):
 
 @dataclasses.dataclass(eq=False)
 class Stream:
-    """What an engine got and said for one sample of one request."""
+    """The tokens that an engine got and sampled for one sample of a request."""
 
     draw: int
     sample: int

@@ -1,4 +1,4 @@
-"""What is trained on is what was sampled and observed, in order, for thousands of episodes under every policy."""
+"""The trainer gets the tokens that were sampled and observed, in order, for thousands of episodes of every policy."""
 
 from __future__ import annotations
 

@@ -21,6 +21,8 @@ from fluxjax.environments import EnvironmentFailure, EnvironmentLimits, Environm
 pytestmark = pytest.mark.medium
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 BROWSERS = importlib.util.find_spec("miniwob") and CHROMIUM and shutil.which("chromedriver")
+# Chromium is a package of the system, which neither CI nor a user's virtual environment has. The pool, the adapters and
+# the manifests are tested without it.
 browsing = pytest.mark.skipif(not BROWSERS, reason="needs miniwob, chromium and chromium-driver")
 
 
