@@ -87,8 +87,8 @@ class Browser:
             places = {"miniwob": pages, "chromium": chromium, "chromedriver": chromedriver}
             missing = " and ".join(name for name, found in places.items() if not found)
             raise ConfigError(f"environment MiniWob needs {missing}: {INSTALL}")
-        from selenium import webdriver
-        from selenium.webdriver.chrome.service import Service
+        from selenium import webdriver  # pyright: ignore[reportMissingImports]
+        from selenium.webdriver.chrome.service import Service  # pyright: ignore[reportMissingImports]
 
         self.pages = pathlib.Path(pages.origin).parent / "html" / "miniwob"
         _remove_left_profiles()
@@ -210,7 +210,7 @@ class MiniWob:
         return browser.driver.execute_script(_BEGIN, seed)
 
     def _actions(self) -> Any:
-        from selenium.webdriver import ActionChains
+        from selenium.webdriver import ActionChains  # pyright: ignore[reportMissingImports]
 
         return ActionChains(self._driver, duration=0)
 
@@ -224,7 +224,7 @@ class MiniWob:
         if name == "press":
             if (key := KEYS.get(rest.lower())) is None:
                 raise ValueError(f"there is no key {rest[:20]!r}")
-            from selenium.webdriver import Keys
+            from selenium.webdriver import Keys  # pyright: ignore[reportMissingImports]
 
             return chain.send_keys(getattr(Keys, key.upper()))
         places, count = [int(number) for number in re.findall(r"\d+", rest)], {"drag": 4}.get(name, 2)

@@ -199,7 +199,8 @@ class Commands:
     """Starts `python -m fluxjax.train`; all runs of a test session share what they compile."""
 
     def __init__(self) -> None:
-        self.env = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": str(ROOT)}
+        ours = os.pathsep.join((str(ROOT), str(ROOT / "tests")))  # a configuration may name what a test's file has
+        self.env = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": ours}
 
     def start(
         self, run_dir: pathlib.Path, config: str, arguments: list[str], processes: int = 1, launch: Sequence[str] = ()

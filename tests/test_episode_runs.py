@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import signal
 from typing import Any
 
 import pytest
 from counting import LETTERS, Counting
-from run_cases import ROOT, Diary, assert_same_run, flags, logged, signal_when, summary, trained, write_jsonl
+from run_cases import Diary, assert_same_run, flags, logged, signal_when, summary, trained, write_jsonl
 
 from fluxjax import evaluate
 from fluxjax.base.types import ENVIRONMENT, Media, MediaKind, Prompt, Response
@@ -130,10 +129,7 @@ def test_hostile_environments_are_named_and_the_end_is_clean(tmp_path: pathlib.P
 
 
 @pytest.mark.long
-def test_a_run_of_episodes_that_is_killed_goes_on_with_the_same_bits(
-    tmp_path: pathlib.Path, commands: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests"))))
+def test_a_run_of_episodes_that_is_killed_goes_on_with_the_same_bits(tmp_path: pathlib.Path, commands: Any) -> None:
     (alone := tmp_path / "alone").mkdir()
     (killed := tmp_path / "killed").mkdir()
     words = own(tmp_path, steps=6)

@@ -39,7 +39,7 @@ def records(file: pathlib.Path) -> list[dict[str, str]]:
 
 def by_bot(game) -> int:
     """The action that MiniGrid's own bot takes."""
-    from minigrid.utils.baby_ai_bot import BabyAIBot
+    from minigrid.utils.baby_ai_bot import BabyAIBot  # pyright: ignore[reportMissingImports]
 
     action = BabyAIBot(game).replan()
     assert action is not None
