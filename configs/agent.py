@@ -23,13 +23,27 @@ LAKES = SourceConfig(
         "arguments": {"is_slippery": False},
         "pixels": 64,
         "max_turns": 8,
-        "demonstration": "fluxjax.tasks.agents:way",
+        "demonstration": "fluxjax.tasks.agents:told_way",
     },
     reward="environment",
 )
-TAGS = SourceConfig(environment="tools", environment_arguments={"tools": ["zoom"], "max_turns": 4}, reward="exact")
+TAGS = SourceConfig(
+    environment="tools",
+    environment_arguments={
+        "tools": ["zoom"],
+        "max_turns": 4,
+        "demonstration": "fluxjax.tasks.agents:found_digit",
+    },
+    reward="number",
+)
 SUMS = SourceConfig(
-    environment="tools", environment_arguments={"tools": ["calculator"], "max_turns": 4}, reward="exact"
+    environment="tools",
+    environment_arguments={
+        "tools": ["calculator"],
+        "max_turns": 4,
+        "demonstration": "fluxjax.tasks.agents:computed",
+    },
+    reward="exact",
 )
 VARIANTS = {
     "": {"lakes": LAKES, "tags": TAGS, "sums": SUMS},
@@ -37,7 +51,7 @@ VARIANTS = {
     "zoom": {"tags": TAGS},
     "tools": {"sums": SUMS},
     "debug": {"lakes": LAKES, "tags": TAGS, "sums": SUMS},
-    "no_tool": {"tags": SourceConfig(reward="exact")},
+    "no_tool": {"tags": SourceConfig(reward="number")},
 }
 
 
@@ -54,10 +68,10 @@ def get_config(variant: str = "") -> Config:
     config.warm_start.batch_size = 32
     config.rollout.prompts_per_step = 16
     config.rollout.group_size = 8
-    config.rollout.max_new_tokens = 176
-    config.rollout.max_sequence_tokens = 272
+    config.rollout.max_new_tokens = 432
+    config.rollout.max_sequence_tokens = 528
     config.rollout.slots = 128
-    config.packing.tokens_per_row = 512
+    config.packing.tokens_per_row = 640
     config.packing.rows_per_device = 4
     config.packing.patches_per_device = 2048
     config.algorithm.loss_aggregation = LossAggregation.SEQUENCE_MEAN

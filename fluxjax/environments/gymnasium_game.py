@@ -39,7 +39,7 @@ class Gymnasium:
     image: bool = True  # False: the observation as text, without an image
     pixels: int = not_negative(0)  # height and width of images; 0: as they are rendered
     invalid_reward: float = 0.0  # of a turn without an action
-    demonstration: str = ""  # import path of a function: (unwrapped environment) -> number of a good action
+    demonstration: str = ""  # import path of a function: (unwrapped environment) -> a good action's number, or a turn
 
     def __post_init__(self) -> None:
         check_fields(self, "environment gymnasium: ")
@@ -89,9 +89,10 @@ class Gymnasium:
         return Observation(said, images, reward=reward, done=done, info={"actions": names})
 
     def demonstrate(self) -> str:
-        """Returns the name of a good action. Raises `ConfigError` without a `demonstration`."""
+        """Returns the name of a good action, or a turn's text. Raises `ConfigError` without a `demonstration`."""
         function = imported(self.demonstration, "environment gymnasium: demonstration", callable)
-        return self.actions[int(function(self._game.unwrapped))]
+        good = function(self._game.unwrapped)
+        return good if isinstance(good, str) else self.actions[int(good)]
 
     def close(self) -> None:
         if self._game is not None:

@@ -49,6 +49,7 @@ class ToolEnvironment:
     max_turns: int = positive(16)  # after which the episode is done
     calls: int = positive(8)  # of a turn that are answered
     characters: int = positive(4096)  # of a text in an answer; the rest is left out
+    demonstration: str = ""  # import path of a function: (prompt, number of turns before) -> the text of a good turn
 
     def __post_init__(self) -> None:
         check_fields(self, "environment tools: ")
@@ -86,14 +87,9 @@ class ToolEnvironment:
         return Observation("\n".join(lines), images, info=info)
 
     def demonstrate(self) -> str:
-        """Returns a call of the first tool, with the arguments that the prompt's id has as JSON behind `#`; later the
-        prompt's answer. Raises `ConfigError` for another id."""
-        if self._turns:
-            return self._prompt.answer
-        arguments = self._prompt.id.partition("#")[2]
-        if not arguments:
-            raise ConfigError(f"environment tools: the id {self._prompt.id!r} demonstrates no call: `#` and arguments")
-        return f'<tool_call>{{"name": "{next(iter(self._tools))}", "arguments": {arguments}}}</tool_call>'
+        """Returns the text of a good turn. Raises `ConfigError` without a `demonstration`."""
+        function = imported(self.demonstration, "environment tools: demonstration", callable)
+        return function(self._prompt, self._turns)
 
     def close(self) -> None:
         self._servers.close()
