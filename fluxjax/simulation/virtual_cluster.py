@@ -19,15 +19,15 @@ from ..base.types import ENVIRONMENT, Group
 from ..coordinator import Coordinator, messages
 from ..coordinator.messages import Handlers
 from .clock import Clock
-from .environment_stage import EnvironmentStage
-from .faults import FaultPlan
+from .faults import FaultPlan, exponential, uniform
 from .options import SimulateConfig
 from .reward_stage import Scoring
 from .simulated_rollout import SHOWN, Rollout, meet_incidents
-from .workload import Workload
+from .workload import Workload, longer
 
 PATIENCE = 1e5  # seconds without an event after which a run is stuck: only faults keep the clock going
 STEPS_SHOWN = 6  # in the Gantt picture
+_ANSWER, _ANSWER_FAILS = range(100, 102)  # names of random numbers
 Watch = Callable[[float, messages.Event | messages.Instruction], None]  # takes the time and the message
 
 
@@ -64,7 +64,6 @@ class Cluster:
         self.faults = FaultPlan(settings.faults, config.seed)
         self.rollout = Rollout(self.clock, settings, self.work, self.faults, self.post, self.timeline)
         self.scoring = Scoring(self.clock, settings, self.faults, self.post, self.timeline)
-        self.environments = EnvironmentStage(self.clock, settings, config.seed, self.post)
         self.records: list[StepRecord] = []
         self.events = 0
         self.train_gpu_seconds = 0.0
@@ -136,7 +135,18 @@ class Cluster:
 
     @_carry_out.of(messages.Act)
     def _act(self, order: messages.Act) -> None:
-        self.environments.act(order.response, self.rollout.newest[order.response.draw].samples)
+        """Answers the last turn of a response after some seconds, if its environment does not fail. The last turn of a
+        sample ends the episode, without an observation."""
+        response, settings = order.response, self.settings
+        attempt = int(response.rid.partition("/")[0].partition(".")[2])
+        names = self.config.seed, response.draw, attempt, response.sample, response.num_tokens
+        done = response.num_tokens >= self.rollout.newest[response.draw].samples.lengths[response.sample]
+        event: messages.Event = messages.TurnObserved(response, done)
+        if uniform(_ANSWER_FAILS, *names) < settings.faults.environment_fails:
+            event = messages.EnvironmentFailed(response.rid, "its environment does not answer")
+        elif not done:
+            event = messages.TurnObserved(longer(response, ENVIRONMENT, settings.observation_tokens), done)
+        self.clock.after(exponential(settings.environment_seconds, _ANSWER, *names), partial(self.post, event))
 
     @_carry_out.of(messages.Park)
     def _park(self, order: messages.Park) -> None:
