@@ -34,8 +34,7 @@ STD_EPSILON = 1e-6  # in the unit of rewards; bounds the advantages of nearly eq
 
 
 def rewards_of(group: Group) -> np.ndarray:
-    """Returns the rewards of the group's samples, in float64. Raises ValueError, naming the prompt, for a reward that
-    is not finite."""
+    """Returns the rewards of the group's samples, in float64. Raises ValueError for a reward that is not finite."""
     rewards_G = np.array([sample.reward.value for sample in group.samples], np.float64)
     if not np.isfinite(rewards_G).all():
         raise ValueError(f"prompt {group.prompt.id}: rewards must be finite, got {rewards_G.tolist()}")
@@ -80,9 +79,8 @@ class GRPO(RLAlgorithm):
     def token_loss(
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
     ) -> LossAndMetrics:
-        """Returns the loss that the module's docstring defines, and metrics of each token: `ratio` is r;
-        `clip_fraction` is 1 if clipping removes the gradient, `dual_clip_fraction` if dual clipping does. `regularised`
-        adds metrics."""
+        """Returns the loss of the module's docstring, and metrics of each token: `ratio` is r; `clip_fraction` is 1 if
+        clipping removes the gradient, `dual_clip_fraction` if dual clipping does. `regularised` adds metrics."""
         loss_BT, metrics = clipped_loss(logprobs_BT, batch.advantages_BT, batch, cfg)
         return regularised(loss_BT, metrics, logprobs_BT, entropies_BT, batch, cfg)
 

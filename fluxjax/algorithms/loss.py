@@ -150,9 +150,8 @@ def log_ratio(policy: Any, behaviour: Any) -> Any:
 
 
 def log_weight(ratio: Any, lag: Any, cfg: ImportanceConfig) -> tuple[Any, Any]:
-    """Returns (log w, whether C changed the ratio) for numpy or JAX arrays, by the formula in the head of this file.
-    `ratio` is `log(proximal / behaviour)` in nats, of tokens or responses; a `lag` of -1 counts as 0. A masked token
-    has the log-weight `-inf`."""
+    """Returns (log w, whether C changed the ratio), by the formula in the head of this file. `ratio` is `log(proximal /
+    behaviour)` in nats, of tokens or responses; a `lag` of -1 counts as 0. A masked token has the log-weight `-inf`."""
     xp = ratio.__array_namespace__()
     changed = xp.zeros_like(ratio, dtype=bool)
     corrected, (low, high) = ratio, cfg.bounds

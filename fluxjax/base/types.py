@@ -135,9 +135,8 @@ def has_variance(group: Group, of: str = "value") -> bool:
 @dataclasses.dataclass(frozen=True)
 class TrainBatch:
     """One microbatch of packed rows with its training targets, all aligned with `inputs.tokens_BT`. The loss of a step
-    is the sum over microbatches, rows and tokens of `loss_weights_BT * token_loss_BT`. The weights include every
-    normalisation (by tokens, sequences, groups, or a constant). Loss and gradients therefore do not depend on packing,
-    microbatching or sharding."""
+    is the sum over microbatches, rows and tokens of `loss_weights_BT * token_loss_BT`. The weights include all
+    normalisation (by tokens, sequences, groups, a constant), so that packing and sharding do not change the loss."""
 
     inputs: PackedTokens
     loss_weights_BT: Float32[AnyArray, "B T"]  # 0 for tokens that are not trained on

@@ -90,9 +90,8 @@ def end_with_run(descriptor: int) -> None:
 
 
 def bound_memory(allowed: int) -> None:
-    """Bounds the address space to its present size plus `allowed` bytes, if the system has this bound and `allowed` is
-    not 0. A crash leaves no core file. If the machine's memory runs out, the system kills this process rather than the
-    run."""
+    """Bounds the address space to its present size plus `allowed` bytes, where the system can, unless `allowed` is 0. A
+    crash leaves no core file. If memory runs out, the system kills this process, not the run."""
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if allowed:

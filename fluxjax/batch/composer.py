@@ -206,8 +206,7 @@ class Team:
         self, config: Config, place_of: Callable[[str], str], expect: Callable[[Iterable[TrainBatch]], None] | None
     ) -> None:
         """Sets what `laid_out` needs from a run with the configuration `config`. `place_of` returns the preprocessor
-        that holds a ticket's medium. `expect` is called with the batches that this process will read (None: batches
-        need no pixels)."""
+        that holds a ticket's medium. `expect` gets the batches that this process will read (None: without pixels)."""
         self._expect = expect
 
     def composed(

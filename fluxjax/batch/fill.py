@@ -30,8 +30,7 @@ from .share import PROMPT, Groups, Outline, Piece, Row, Share, Source, TrainGrou
 
 @dataclasses.dataclass
 class Spans:
-    """The spans of all prompts and responses of a microbatch. Columns are counted within a row, features within a
-    shard."""
+    """The spans of a microbatch's prompts and responses. Columns are counted within a row, features within a shard."""
 
     total: int  # number of cells
     prompts: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # first cell, segment, first feature
@@ -49,8 +48,7 @@ class Spans:
     advantages: list[np.ndarray] = dataclasses.field(default_factory=list)  # of each response, or of each of its turns
 
     def place(self, row: Row, cell: int, groups: Groups, features: Mapping[Source, int], share: bool) -> None:
-        """Appends the spans of a row that begins at `cell`. `features` has the first feature of each prompt and each
-        response with media."""
+        """Appends the spans of a row from `cell` on. `features` has the first of each sequence with media."""
         column = 0
         for segment, piece in enumerate(row, 1):
             group = groups[piece.item]
@@ -215,8 +213,7 @@ def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout, devices: range)
 
 
 def _on(layout: SizedLayout, devices: range, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns (index of each cell within the rows of `devices`, whether the cell is in these rows, number of cells of
-    these rows)."""
+    """Returns (each cell's index within the rows of `devices`, whether it is in them, the number of their cells)."""
     at, size = cells - devices.start * layout.columns, len(devices) * layout.columns
     return at, (at >= 0) & (at < size), size
 

@@ -149,9 +149,8 @@ class OwnPace:
 
     def _filled(self, part: Part, shorter: Sequence[Piece], frame: int) -> tuple[ShardPlan, list[Piece]]:
         """Adds some of the `shorter` sequences, longest first, to idle devices of the plan of `part`. Returns the new
-        plan, and the added sequences. No device gets more tokens, or more attention work, than the fullest device of
-        the plan has, so that the microbatch takes no more time. Media only have to fit, because they are spread evenly
-        over a replica's devices."""
+        plan, and the added sequences. No device gets more tokens or attention work than the fullest device has, so that
+        the microbatch takes no more time. Media, spread evenly over a replica's devices, only have to fit."""
         plan, patches, replica = part.plan, self._room.whole_patches, self._replica
         squares = dataclasses.replace(plan, work=tuple(piece.squares for piece in part.pieces)).compute()
         loads_D2 = np.stack([plan.rows(), squares], axis=1)

@@ -193,8 +193,7 @@ def chunks_for(columns: int, runs: int, chunk: int) -> int:
 
 
 def most_chunks(config: Config) -> int:
-    """Returns the number of chunks for a row of `packing.tokens_per_row` tokens with all prompts and responses of a
-    step."""
+    """Returns the number of chunks for a row of `packing.tokens_per_row` tokens with all sequences of a step."""
     columns, rollout = config.packing.tokens_per_row, config.rollout
     runs = min(columns, rollout.prompts_per_step * (1 + rollout.group_size))
     return chunks_for(columns, runs, chunk_size(columns))
@@ -278,8 +277,7 @@ class Outline:
         return dataclasses.replace(self, shards=()) if elsewhere else self
 
     def items_on(self, shards: range) -> set[int]:
-        """Returns the items that have a token or a frame on one of these devices. `self` is the result of
-        `of(shards)`."""
+        """Returns the items with a token or a frame on one of these devices. `self` is the result of `of(shards)`."""
         if self.part is None or self.owner is not None:
             return {piece.item for piece in self.pieces}
         return self.part.items_on(shards)
@@ -310,9 +308,8 @@ class Share:
 
     def cut(self, processes: int) -> list[Share]:
         """Returns the shares of `processes` processes. A share has the rows of the process's devices, and the groups of
-        these rows. A process needs the groups that have a token or a frame on one of its devices. Shares keep the order
-        of groups, which numbers the media, so that all processes compute the same exchange of vision features
-        (`sharding.spread.route`)."""
+        these rows. Shares keep the order of groups, which numbers the media, so that all processes compute the same
+        exchange of vision features (`sharding.spread.route`)."""
         count, shares = len(self.shards) // processes, list[Share]()
         for process in range(processes):
             shards = range(process * count, (process + 1) * count)

@@ -155,8 +155,7 @@ def _explained(error: PlanError) -> str:
 
 
 def _deal(pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
-    """Deals each piece, the longest first, to the microbatch with the fewest tokens. The pieces of a microbatch keep
-    their order in `pieces`."""
+    """Deals each piece, the longest first, to the microbatch with the fewest tokens. Its pieces keep their order."""
     if count == 1:
         return [list(pieces)]
     totals, members = [0] * count, [[] for _ in range(count)]

@@ -1,5 +1,4 @@
-"""The settings of prompts and their scores: sources, how media are preprocessed, and the bounds within which each kind
-of rewards is called."""
+"""The settings of prompts and scores: sources, preprocessing of media, bounds of calls for each kind of rewards."""
 
 import dataclasses
 from collections.abc import Mapping

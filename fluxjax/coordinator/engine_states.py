@@ -13,8 +13,7 @@ from .messages import Request, Turn
 
 
 class EngineStates:
-    """The engines' weights and loads. Policies read weights and loads, and call `route`; only the `Coordinator` changes
-    them."""
+    """The engines' weights and loads. Policies read these, and call `route`; only the `Coordinator` changes them."""
 
     def __init__(self, engines: int, degree: int = 1, kv_tokens: int = 0) -> None:
         self.degree = degree  # devices of each engine

@@ -341,8 +341,7 @@ class Ledger:
         self._scoring.add(response.rid)
 
     def train(self, groups: Sequence[Group]) -> None:
-        """Enters that the gradients of these groups are computed, now or later in the step; `train_done` ends the
-        step."""
+        """Enters that these groups' gradients are computed, now or later in the step; `train_done` ends the step."""
         for group in groups:
             entry = self._at(group.prompt, PromptStage.SCORED)
             if group != entry.group():
@@ -369,8 +368,7 @@ class Ledger:
         return entry
 
     def _current(self, rid: str, kind: str) -> Entry | None:
-        """Returns the entry of response `rid`; None if a report about it is late. Raises `CoordinatorError` for an id
-        that no request has."""
+        """Returns a response's entry, None if its report is late. Raises `CoordinatorError` for an unknown `rid`."""
         draw, attempt, sample = _parse(rid)
         entry = self.entries.get(draw)
         if entry is None:

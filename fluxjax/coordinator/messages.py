@@ -212,8 +212,7 @@ class Act(Instruction):
 
 
 class Abort(Instruction):
-    """End a request (all its responses) or one response, and their environments; the id of an ended request or response
-    is ignored."""
+    """End a request (all its responses) or one response, and their environments, if not ended yet."""
 
     rid: str
 
@@ -297,8 +296,7 @@ class SaveCheckpoint(Instruction):
 
 
 class Finish(Instruction):
-    """The run is over after `step` steps. `reason` is for people; `complete` is False if the run was stopped early and
-    can be resumed."""
+    """The run is over after `step` steps. `reason` is for people; `complete` is False if the run can be resumed."""
 
     step: int
     reason: str

@@ -64,8 +64,7 @@ class Cells:
         self._groups = Recent[pa.ChunkedArray](KEPT_BYTES, lambda values: values.nbytes, keep_last=True)
 
     def read(self, path: str, stamp: str, cell: str) -> bytes:
-        """Returns the bytes of a cell. Raises CellError, OtherVersion if the file's version is not `stamp`, or
-        OSError."""
+        """Returns a cell's bytes. Raises CellError, OSError, or OtherVersion unless the file's version is `stamp`."""
         try:
             column, row_text, index_text = cell.rsplit("/", 2)
             row, index = int(row_text), int(index_text)
@@ -166,8 +165,7 @@ def read_slots(file: pq.ParquetFile, group: int, column: str) -> pa.Array:
 
 
 def _present(file: pq.ParquetFile, group: int, leaves: dict[str, int], name: str) -> int | None:
-    """Returns the number of non-null values in the stored column of this name, or None if the file does not count
-    nulls."""
+    """Returns the number of non-null values in the stored column of this name, or None if nulls are not counted."""
     for leaf, index in leaves.items():
         if leaf == name or leaf.endswith(f".{name}"):
             stored = file.metadata.row_group(group).column(index)

@@ -52,8 +52,7 @@ class Materializer:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="materialize")
 
     def expect(self, batches: Iterable[object]) -> None:
-        """Announces that these batches will be read, in this order. A batch that was announced earlier keeps its
-        position."""
+        """Announces that these batches will be read, in this order. Batches announced earlier keep their position."""
         with self._lock:
             for batch in batches:
                 fresh = [_Task(shadow) for shadow in shadows_of(batch) if id(shadow) not in self._tasks]

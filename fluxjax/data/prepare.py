@@ -205,8 +205,7 @@ class ReadAhead(Generic[Item]):
         return items
 
     def close(self) -> list[Item]:
-        """Ends each thread after its present item, without waiting. Returns the items of the queue, which `ready` got
-        and nobody took."""
+        """Ends each thread after its present item, without waiting. Returns what `ready` got and nobody took."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -287,8 +286,7 @@ class Preparer:
 
     async def draw(self, count: int) -> Sorted:
         """Returns the next `count` draws: prepared prompts, and skipped prompts with reasons. Raises `DataError` if a
-        file cannot be read, or if too many draws in a row, or more than the share `MAX_SKIPPED` of all draws, are
-        skipped."""
+        file cannot be read, if too many draws in a row are skipped, or more than `MAX_SKIPPED` of all."""
         items = self._taken_at_once(count)
         if items is None:
             items = await asyncio.to_thread(self._take, count)

@@ -1,8 +1,7 @@
 """Prompts with shadows in the place of pixels.
 
 A store decodes the media and gives tickets, by which engines and trainer fetch the pixels. The index remembers the
-version of each medium's file. If a file changed, fetching its pixels raises `StaleTicket` until `MediaIndex.forget` is
-called."""
+version of each file. If a file changed, fetching its pixels raises `StaleTicket` until `forget`."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class MediaIndex:
         return self._known(ref).facts
 
     def verdict(self, ref: MediaRef, settings: str) -> Verdict | None:
-        """Returns the result of decoding the medium by settings with the digest `settings`, or None if the index has
-        none."""
+        """Returns the result of decoding the medium by settings with the digest `settings`, if the index has one."""
         known = self._known(ref)
         said = known.verdict if known.settings == settings else None
         return MediaError(ref.name, said.reason) if isinstance(said, MediaError) else said

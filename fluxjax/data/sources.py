@@ -1,7 +1,7 @@
 """Records and sources of prompts.
 
-A record is a mapping with a question, an answer and perhaps media. Fields have the names of `ALIASES`, or the names
-that the settings give.
+A record is a mapping with a question, an answer and perhaps media. Fields are named as in `ALIASES`, or by the
+settings.
 """
 
 import collections
@@ -237,8 +237,7 @@ def digest_of(source: Source) -> str:
 
 
 def given(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, Source]:
-    """Returns a source for each source name of the prompts. Raises `DataError` for a name that the configuration
-    lacks."""
+    """Returns the sources that the prompts name. Raises `DataError` for a name that the configuration lacks."""
     by_source: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         if prompt.source not in config.sources:

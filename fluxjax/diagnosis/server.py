@@ -2,8 +2,7 @@
 
 The server tokenises texts and chats, states checksums of its weights, and samples answers. The trainer computes the
 log-probs of the answers again. If log-probs differ for a probe, the trainer also computes log-probs of suspects: a
-suspect is the request that a server with a certain fault would compute. A suspect with about the server's log-probs is
-named.
+suspect is the request that a server with a certain fault would compute. The suspect nearest to the server is named.
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ class ToldPrompts:
 
 
 class ComingPrompts:
-    """Model inputs of prompts that process 0 has announced to this process. Only the newest `most` are kept. Each is
-    handed out once."""
+    """Model inputs of prompts that process 0 has announced. The newest `most` are kept, each to be taken once."""
 
     def __init__(self, source: Preparer, most: int) -> None:
         self._source, self._most = source, most

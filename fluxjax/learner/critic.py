@@ -50,8 +50,7 @@ def token_loss(values_BT: Array, _: Array, batch: TrainBatch, cfg: AlgorithmConf
 
 
 class Critic(Learner):
-    """The learner of the critic's weights. The learner is abstract, and takes no memory, until `begin` or
-    `load_state`."""
+    """The learner of the critic's weights. It is abstract, and takes no memory, until `begin` or `load_state`."""
 
     gradients_kind = ValueGradients
 

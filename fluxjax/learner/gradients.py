@@ -337,8 +337,7 @@ def _owned(microbatches: Sequence[Microbatch]) -> tuple[list[int], list[TrainBat
 
 
 def _row_dims(batch: TrainBatch | PackedTokens) -> Any:
-    """Returns the dimension of rows or patches in each array of a batch. This is the second dimension in rotary
-    positions, else the first."""
+    """Returns each array's dimension of rows or patches: the second in rotary positions, else the first."""
 
     def dimension(path: tuple, _: Any) -> int:
         return 1 if getattr(path[-1], "name", "") == "positions_3BT" else 0

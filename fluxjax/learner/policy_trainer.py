@@ -67,8 +67,7 @@ class _Place:
 
 @dataclasses.dataclass
 class Portion:
-    """Some groups of a step with their advantages, and the groups' gradients, once computed. Only process 0 has
-    groups."""
+    """Some groups of a step with their advantages and, once computed, gradients. Only process 0 has groups."""
 
     groups: Sequence[Group] = ()
     prepared: Mapping[int, PreparedPrompt] = dataclasses.field(default_factory=dict)
@@ -192,8 +191,7 @@ class PolicyTrainer:
         place: _Place,
     ) -> tuple[Portion, dict[str, float]]:
         """Makes the optimizer steps of a training step. Returns the joined portions of the step, and metrics. `parts`
-        are all minibatches or, if gradients were computed early, only `rest` or nothing. Each part has a
-        composition."""
+        are all minibatches or, with early gradients, `rest` or nothing, each with a composition."""
         if early.outcome is None:
             metrics = self._update(parts, compositions, place)
             whole = joined(place.gradients, [early, rest])
@@ -381,8 +379,7 @@ def advantaged(group: Group, advantages: Mapping[Key, float]) -> Group:
 
 
 def minibatches(groups: Sequence[Group], count: int) -> list[list[Group]]:
-    """Deals groups, in the order of their draws, to `count` minibatches in turn. Minibatches without a response token
-    are left out."""
+    """Deals groups, in the order of draws, to `count` minibatches in turn. Leaves out minibatches without tokens."""
     ordered = sorted(groups, key=lambda group: group.prompt.draw)
     dealt = [ordered[first::count] for first in range(count)]
     return [part for part in dealt if any(s.response.num_trained for group in part for s in group.samples)]

@@ -103,8 +103,7 @@ class ReplayBuffer:
         return {"groups": groups}
 
     def load_state_dict(self, state: SavedState, prepared: Mapping[int, PreparedPrompt]) -> None:
-        """Takes over a state. `prepared` has the prompts of `draws_of(state)`, by draw. Groups whose prompts are not in
-        `prepared` are removed."""
+        """Takes over a state. `prepared` has the prompts by draw; groups without a prompt are removed."""
         self._kept = {}
         for saved in state.get("groups", []):
             if (prompt := prepared.get(draw := saved["draw"])) is not None:

@@ -85,8 +85,7 @@ class RunModels:
             self.critic.forget()
 
     def load(self, arrays: dict[str, Any], steps: int) -> None:
-        """Takes over `arrays` for `steps` training steps, and removes the learner's and the critic's arrays from
-        `arrays`."""
+        """Takes over `arrays` for `steps` training steps, and removes the learner's and the critic's from `arrays`."""
         self._reset(steps)
         self.learner.load_state(arrays.pop("learner"))
         if self.critic is not None:

@@ -178,8 +178,7 @@ class Display:
 
 
 def data_words(metrics: Mapping[str, float]) -> str:
-    """Says how long a step waited for pixels, how fast media were decoded, and how much was fetched. Empty without
-    pixels."""
+    """Says how long a step waited for pixels, how fast media were decoded, and how much was fetched, if any."""
     waited, frames = metrics.get("data/waited", 0.0), metrics.get("data/decoded_frames_per_second", 0.0)
     size = metrics.get("data/fetched_mb", 0.0)
     words = [f"waits {waited:.2f} s"] if size or waited else []

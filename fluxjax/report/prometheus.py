@@ -28,8 +28,7 @@ class PrometheusPort:
     `process_*`. If FLUXJAX_TOKEN is in the environment, clients must send the token as `Authorization: Bearer`."""
 
     def __init__(self, port: int, host: str = "127.0.0.1", *collectors: StatusCollector) -> None:
-        """Raises ConfigError for a taken or invalid port, and if other machines can reach the address without a
-        token."""
+        """Raises ConfigError for a taken or invalid port, or if other machines need no token to reach it."""
         self._registry = prometheus_client.CollectorRegistry()
         self._gauges: dict[str, prometheus_client.Gauge] = {}
         prometheus_client.ProcessCollector(registry=self._registry)

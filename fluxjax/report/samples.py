@@ -97,8 +97,7 @@ def _reference(media: Media, run_dir: pathlib.Path) -> list[str]:
 
 
 def dumped_steps(run_dir: pathlib.Path, step: int | None = None) -> list[int]:
-    """Returns the steps whose samples were dumped, the newest first, or only `step`. Raises `DataError` if there are
-    none."""
+    """Returns the steps with dumped samples, the newest first, or only `step`. Raises `DataError` if there are none."""
     names = [file.stem for file in (run_dir / SAMPLES).glob("*.jsonl")]
     steps = sorted((int(name) for name in names if name.isdecimal()), reverse=True)
     if not steps:
@@ -125,8 +124,7 @@ def read_samples(run_dir: pathlib.Path, step: int) -> list[dict[str, Any]]:
 
 
 def recorded_numbers(record: Mapping[str, Any]) -> ResponseNumbers | None:
-    """Returns the numbers of a sample's response, or None if the record has none. Raises `DataError` if they are
-    damaged."""
+    """Returns the numbers of a sample's response, or None without any. Raises `DataError` if they are damaged."""
     try:
         return numbers_of(base64.b64decode(record["numbers"], validate=True)) if "numbers" in record else None
     except (ValueError, TypeError) as error:

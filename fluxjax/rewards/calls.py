@@ -216,8 +216,7 @@ async def _awaited(function: Callable[..., Awaitable[Any]], *arguments: Any) -> 
 
 
 class ProcessCaller(Caller):
-    """Calls a reward, which must have an import path, in processes. A process that takes too long, or too much memory,
-    is killed."""
+    """Calls a reward, which must have an import path, in processes. Too much time or memory ends a process."""
 
     def __init__(self, found: FoundReward, bounds: RewardKindConfig, slots: Slots) -> None:
         super().__init__(slots, Callee.of(found.value).batched)

@@ -72,8 +72,7 @@ _OBJECT = {"object": True}
 
 @dataclasses.dataclass(eq=False)
 class CodeReward(BuiltIn):
-    """Gives 1 if the code of a response passes every test of its task, else 0. Raises `ConfigError` if the sandbox
-    cannot work."""
+    """Gives 1 if a response's code passes all tests of its task, else 0. Raises `ConfigError` if it can't work."""
 
     name = kind = "code"
     counted = "runs", "timed_out", "killed"
@@ -307,8 +306,7 @@ def find_code(text: str, entry_point: str = "") -> str:
 
 
 def _dedented(body: str, columns: int) -> str:
-    """Removes the fence's `columns` of indentation from lines (CommonMark 0.31, 4.5), but no more than the first line
-    with text has."""
+    """Removes the fence's `columns` of indentation (CommonMark 0.31, 4.5), but no more than the first text has."""
     first = re.search(r"^[ \t]*+(?=\S)", body, re.MULTILINE)
     columns = min(columns, len(first[0]) if first else 0)
     return re.sub(rf"^[ \t]{{1,{columns}}}", "", body, flags=re.MULTILINE) if columns else body

@@ -30,8 +30,7 @@ _REMEMBERED = 4  # steps; model inputs are kept for as many announced prompts as
 
 
 class Follower:
-    """A training process other than process 0, with its own share of learner, prompts and media. The run folder must
-    exist."""
+    """A training process other than 0, with its own share of learner, prompts and media. The run folder must exist."""
 
     def __init__(self, config: Config, gang: Gang, run_dir: pathlib.Path, token: str) -> None:
         self._gang = gang

@@ -1,5 +1,4 @@
-"""The pixels of a process: the media store, which decodes media, and the materializer, which fetches the pixels of
-batches."""
+"""The pixels of a process: the media store, which decodes, and the materializer, which fetches for batches."""
 
 from __future__ import annotations
 
@@ -156,8 +155,7 @@ class DataMetrics:
         self, moved: Materialized, stats: StoreStats, known: float, preprocessors: Sequence[PreprocessorStatus]
     ) -> dict[str, float]:
         """Returns the metrics since the last call, by their names in `metrics.jsonl`. `moved` and `stats` are totals.
-        `known` is the `time.perf_counter` at which `stats` were read. The rate of frames stays until newer stats are
-        read."""
+        `known` is the `time.perf_counter` at which `stats` were read. The rate of frames is the newest."""
         moved_before, stats_before, self._moved, self._stats = self._moved, self._stats, moved, stats
         size, fetching = moved.bytes - moved_before.bytes, moved.fetching - moved_before.fetching
         frames = stats.decoded_frames - stats_before.decoded_frames

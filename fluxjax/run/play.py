@@ -28,9 +28,8 @@ _ROLES = ("user", "tool")  # templates that strip earlier thinking behind a user
 
 @dataclasses.dataclass(eq=False)
 class Play:
-    """The way of a run to its environments. Media of observations become files in `folder` (None: a temporary
-    folder). `note(environment, text)` is called for each failure. Raises ConfigError if the chat template can't show
-    observations."""
+    """The way of a run to its environments. Media of observations become files in `folder` (None: a temporary folder).
+    `note(environment, text)` is called for each failure. Raises ConfigError for an unusable chat template."""
 
     config: Config
     processor: Processor

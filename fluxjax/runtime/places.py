@@ -132,8 +132,7 @@ class Places:
                 self._holders.put(Ticket.parse(ticket).ref, (seat, seat.link))
 
     def holder(self, ticket: str) -> str:
-        """Returns the name of the place that holds this ticket's medium, for a `hint` in another process; "" if no
-        holder is known."""
+        """Returns the name of the place that holds this ticket's medium, for a `hint` in another process, or ""."""
         with self.lock:
             seat = self._holder(Ticket.parse(ticket).ref)
             return "" if seat is None else seat.name

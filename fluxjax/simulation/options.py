@@ -25,8 +25,7 @@ class Model(enum.Enum):
 
 
 class Rewards(enum.Enum):
-    """The scheduling of rewards: when responses are scored, with which time-outs, on which GPUs (Flexes, section
-    4.3)."""
+    """The scheduling of rewards: when, with which time-outs, on which GPUs (Flexes, section 4.3)."""
 
     SYNCHRONOUS = "synchronous"  # after all generation, as in verl
     ASYNCHRONOUS = "asynchronous"  # each response as it ends

@@ -33,8 +33,7 @@ Watch = Callable[[float, messages.Event | messages.Instruction], None]  # takes 
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """One step of a run. Seconds are virtual. A step lasts from the end of the previous step's training to the end of
-    its own training."""
+    """One step of a run, from the end of the last step's training to that of its own. Seconds are virtual."""
 
     step: int
     round: str  # short or long; empty for policies without such rounds
@@ -77,8 +76,7 @@ class Cluster:
         self._heard = 0.0  # the time of the last event
 
     def run(self) -> messages.Finish:
-        """Runs until the coordinator is finished. Raises StuckError if the coordinator waits for ever, and the
-        coordinator's errors."""
+        """Runs until the coordinator is finished. Raises its errors, and StuckError if it waits for ever."""
         self.clock.at(0.0, partial(self.post, messages.Started(0)))
         meet_incidents(self.rollout, self.faults, over=lambda: self.clock.now - self._heard > PATIENCE)
         self.clock.run()

@@ -106,8 +106,7 @@ class Workload:
         return self._orders[epoch][place]
 
     def prompt(self, draw: int) -> Prompt:
-        """Returns the prompt of a draw; its source is its task. It has an environment if responses may have several
-        turns."""
+        """Returns the prompt of a draw; its source is its task. With several turns, it has an environment."""
         index, environment = self.index(draw), "simulated" if self._turns > 1 else ""
         task, tokens = self.tasks[self._source[index]], self._tokens[index]
         name, text, epoch = f"{task}-{index:06d}", _text(tokens * _CHARACTERS), draw // self.size

@@ -34,8 +34,7 @@ class Account:
     sleeping: bool = False  # engines have no memory while training computes, and no cache while they get new weights
 
     def phases(self) -> dict[str, dict[str, float]]:
-        """Returns bytes by phase and kind. With rollout servers, `temporaries` lacks `prefill` and `decode`, and the
-        result lacks these phases."""
+        """Returns bytes by phase and kind. With servers, `temporaries` and the result lack `prefill` and `decode`."""
 
         def held(more: Mapping[str, float], without: Collection[str] = ()) -> dict[str, float]:
             kinds = {**self.resident, **more}

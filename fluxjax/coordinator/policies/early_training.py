@@ -79,9 +79,8 @@ class StreamTrainer:
 
 
 def projected_tokens(coordinator: Coordinator) -> float:
-    """Predicts the tokens in all caches when all running responses have their predicted lengths. Responses of a group
-    begin together and grow at the same pace, so that a running response is at least as long as the group's ended
-    responses."""
+    """Predicts the tokens in all caches when all running responses have their predicted lengths. A group's responses
+    begin together and grow at one pace, so that a running response is at least as long as the ended ones."""
     total, reserved = 0.0, coordinator.settings.kv_reserved
     for entry in coordinator.ledger.at(PromptStage.RUNNING):
         tokens = entry.prompt.tokens + coordinator.lengths.predict(entry.prompt, running=entry.longest)

@@ -23,8 +23,7 @@ class EngineModel:
         self._numbers = itertools.count()
 
     async def ask(self, question: Question) -> Answer:
-        """Asks the engine. Raises RewardFailure if the engine aborts its answer, and `EngineError` if the engine
-        fails."""
+        """Asks the engine. Raises RewardFailure if the engine aborts, `EngineError` if it fails."""
         processor = self._processor
         sampling = SamplingParams(
             max_new_tokens=question.max_tokens, temperature=question.temperature, stop_ids=processor.eos_ids

@@ -1,5 +1,4 @@
-"""Makes questions to a judge from a rubric, and reads verdicts from the judge's answers. No response can imitate a
-verdict."""
+"""Makes questions to a judge from a rubric, and reads verdicts, which no response can imitate, from its answers."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ BUILT_IN = {"correct": (CORRECT, "0 to 1"), "quality": (QUALITY, "1 to 10")}
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A user's message, and how its answer is sampled. `images` are data URLs or addresses, in the order of the
-    prompt."""
+    """A user's message, and how its answer is sampled. `images` are data URLs or addresses, in the prompt's order."""
 
     text: str
     images: tuple[str, ...]
@@ -96,9 +94,8 @@ class Rubric:
 
     @classmethod
     def load(cls, name: str, scale: str = "", *, tells_form: bool = True) -> Rubric:
-        """Returns a built-in rubric, or the rubric of a file. A nonempty `scale` replaces the rubric's scale (0 to 1
-        for a file). With `tells_form`, a template must have `{verdict}`. Raises ConfigError for an unusable template or
-        scale."""
+        """Returns a built-in rubric, or that of a file. A nonempty `scale` replaces the rubric's scale (0 to 1 for a
+        file). With `tells_form`, a template must have `{verdict}`. Raises ConfigError for unusable ones."""
         if name in BUILT_IN:
             template, own_scale = BUILT_IN[name]
         else:

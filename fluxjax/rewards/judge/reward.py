@@ -76,8 +76,7 @@ class Judge(BuiltIn):
         self._logged = 0
 
     def call_within(self, seconds: float) -> None:
-        """Bounds a call of `score`. The judge gives up a little before `seconds`, because its own reason says more than
-        a time-out."""
+        """Bounds a call of `score`. The judge gives up a little before, as its reason says more than a time-out."""
         self._seconds = seconds - min(1.0, 0.2 * seconds)
 
     async def score(self, completion: Completion) -> Reward:
