@@ -98,9 +98,8 @@ def bound_memory(allowed: int) -> None:
             pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + allowed
             hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-            resource.setrlimit(
-                resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
-            )
+            soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     with contextlib.suppress(OSError):
         pathlib.Path("/proc/self/oom_score_adj").write_text(FIRST_VICTIM)
 

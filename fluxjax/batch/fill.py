@@ -191,13 +191,7 @@ def _zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
-_FLOATS = (
-    "loss_weights_BT",
-    "advantages_BT",
-    "behaviour_logprobs_BT",
-    "reference_logprobs_BT",
-    "response_log_ratios_BT",
-)
+_FLOATS = "loss_weights_BT", "advantages_BT", "behaviour_logprobs_BT", "reference_logprobs_BT", "response_log_ratios_BT"
 _PADDING = {"feature_index_BT": -1, "lags_BT": -1, "temperatures_BT": 1.0}  # other fields: 0
 
 

@@ -194,9 +194,7 @@ def _within(members: Sequence[int], pieces: Sequence[Piece], cap: int) -> list[l
 
 def work_of(estimate: Estimate, pieces: Sequence[Piece]) -> np.ndarray:
     """Returns the estimated work of each piece, with its media."""
-    sizes = np.array(
-        [(piece.tokens, piece.squares, piece.patches + piece.observed) for piece in pieces], float
-    ).reshape(-1, 3)
+    sizes = np.array([(p.tokens, p.squares, p.patches + p.observed) for p in pieces], float).reshape(-1, 3)
     return np.asarray(estimate(*sizes.T), float)
 
 

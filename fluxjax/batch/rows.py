@@ -123,9 +123,8 @@ class RowPacking:
 
 
 def _rows_cost(sizes: Mapping[str, int]) -> float:
-    return sizes["rows"] * sizes["columns"] + sum(
-        size_weight(name) * sizes.get(name, 0) for name in ("patches", "frame")
-    )
+    media = sum(size_weight(name) * sizes.get(name, 0) for name in ("patches", "frame"))
+    return sizes["rows"] * sizes["columns"] + media
 
 
 def cells_of(plan: Iterable[Outline]) -> int:

@@ -133,11 +133,9 @@ def check(
                 f"{longest}, more than {row} = {tokens}"
             )
         observed = max(item.observed, default=0)
-        if item.patches + observed > patches:
+        if (seen := item.patches + observed) > patches:
             whose = "its media" if not observed else "its media and those that one of its responses observed"
-            raise ConfigError(
-                f"prompt {item.name}: {whose} have {item.patches + observed} patches, more than {media} = {patches}"
-            )
+            raise ConfigError(f"prompt {item.name}: {whose} have {seen} patches, more than {media} = {patches}")
 
 
 def pieces_of(

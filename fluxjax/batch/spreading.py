@@ -136,10 +136,8 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
     def plan(lengths: Sequence[int], squares: Sequence[float], most: int) -> ShardPlan:
         within = dataclasses.replace(limits, tokens_per_device=most)
         if cost is not None:
-            work, measured = (
-                forward_seconds(cost, lengths, squares),
-                functools.partial(cost.step_seconds, squares=squares),
-            )
+            work = forward_seconds(cost, lengths, squares)
+            measured = functools.partial(cost.step_seconds, squares=squares)
             return flex_ulysses(lengths, num_devices, within, work=work, cost=measured)
         work = mixing_work(text, lengths, squares)
         if strategy.name == "ulysses":

@@ -124,10 +124,8 @@ class Materializer:
         ended, size = time.perf_counter(), sum(map(len, shadow.elsewhere)) * shadow.nbytes // max(len(shadow), 1)
         self._note(began, ended, size)
         with self._lock:
-            totals = self.totals
-            self.totals = dataclasses.replace(
-                totals, bytes=totals.bytes + size, fetching=totals.fetching + ended - began
-            )
+            old = self.totals
+            self.totals = dataclasses.replace(old, bytes=old.bytes + size, fetching=old.fetching + ended - began)
         return data
 
 

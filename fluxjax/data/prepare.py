@@ -110,7 +110,7 @@ def prepare_prompt(
             token_ids = tokenised(processor, prompt, chat_template)
             outline = functools.partial(processor.outline, token_ids, media)
             prepare = functools.partial(processor.prepare_ids, token_ids, media)
-        if refused := _refused_undecoded(outline, prompt, limits):
+        if refused := _refused_early(outline, prompt, limits):
             return refused
         inputs = prepare()
     except MediaError as error:
@@ -140,9 +140,7 @@ def tokenised(processor: TextAndMedia, prompt: Prompt, chat_template: bool) -> S
     return (processor.tokenise_chat if chat_template else processor.tokenise)(prompt.text, media)
 
 
-def _refused_undecoded(
-    outline: Callable[..., PromptOutline], prompt: Prompt, limits: PromptLimits
-) -> SkippedPrompt | None:
+def _refused_early(outline: Callable[..., PromptOutline], prompt: Prompt, limits: PromptLimits) -> SkippedPrompt | None:
     """Returns a skipped prompt if its media are too large by their headers, else None. A header may be wrong, so that
     `outline(count=True)` counts the frames before a prompt is skipped."""
     with contextlib.suppress(MediaError):  # `prepare` will raise an error that describes the fault better

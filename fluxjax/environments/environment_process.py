@@ -22,9 +22,7 @@ from .observation import EnvironmentFailure, Fault, Observation
 from .observed_media import stored
 
 OPTIONAL = ("snapshot", "restore", "demonstrate")  # methods of an environment
-ENVIRONMENTS: Mapping[str, Any] = ByName(
-    __name__, {"gymnasium": "gymnasium_game:Gymnasium", "tools": "tools:ToolEnvironment"}
-)
+ENVIRONMENTS = ByName(__name__, {"gymnasium": "gymnasium_game:Gymnasium", "tools": "tools:ToolEnvironment"})
 
 
 def playing_function(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:

@@ -241,9 +241,8 @@ class Gradients:
         return batch if self._materializer is None else self._materializer.read(batch)
 
     def _forward(self, model: Any, inputs: PackedTokens, walk: Walk) -> Scores:
-        return model_logprobs(
-            model, inputs, walk, temperature=self._phase.temperature, never_sampled=self._phase.never_sampled
-        )
+        phase = self._phase
+        return model_logprobs(model, inputs, walk, temperature=phase.temperature, never_sampled=phase.never_sampled)
 
     def _loss(self, model: Any, batch: TrainBatch, walk: Walk) -> tuple[Float[Array, ""], Tally]:
         logprobs_BT, entropies_BT = self._forward(model, batch.inputs, walk)

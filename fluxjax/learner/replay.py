@@ -109,9 +109,8 @@ class ReplayBuffer:
             if (prompt := prepared.get(draw := saved["draw"])) is not None:
                 responses = {response["sample"]: Response.from_json(response) for response in saved["responses"]}
                 scored = [Sample(responses[k], Reward(**reward), advantage) for k, reward, advantage in saved["scores"]]
-                self._kept[draw] = _KeptGroup(
-                    Group(prompt.prompt, tuple(scored)), prompt, saved["born"], saved["times"]
-                )
+                group = Group(prompt.prompt, tuple(scored))
+                self._kept[draw] = _KeptGroup(group, prompt, saved["born"], saved["times"])
 
 
 def draws_of(state: SavedState) -> list[int]:

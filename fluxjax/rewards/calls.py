@@ -221,11 +221,8 @@ class ProcessCaller(Caller):
     def __init__(self, found: FoundReward, bounds: RewardKindConfig, slots: Slots) -> None:
         super().__init__(slots, Callee.of(found.value).batched)
         path, name = f"{__name__}:scoring_function", found.name
-        made_with, count, seconds = (
-            {"name": name, "arguments": dict(found.arguments)},
-            bounds.concurrency,
-            bounds.seconds,
-        )
+        made_with = {"name": name, "arguments": dict(found.arguments)}
+        count, seconds = bounds.concurrency, bounds.seconds
         self._pool = WorkerPool(path, count, seconds=seconds, memory_gib=MEMORY_GIB, name=name, made_with=made_with)
 
     async def call(self, completions: Sequence[Completion]) -> list[Any]:

@@ -215,9 +215,8 @@ class Scorer:
         The run's progress at the prompt's first response, read before any `await`, sets the weights for all."""
         rewards = self._training[prompt.source]
         progress = self._of_prompt(prompt.draw) if rewards.changes else 0.0
-        completion = Completion(
-            prompt, self.decode(response.last_turn), response.num_trained, response.finish, response.rewards
-        )
+        text = self.decode(response.last_turn)
+        completion = Completion(prompt, text, response.num_trained, response.finish, response.rewards)
         return await self._measured(rewards, completion, progress)
 
     async def score_text(self, prompt: Prompt, text: str, episode: tuple[float, ...] = ()) -> Reward:

@@ -203,11 +203,8 @@ def _named(plain: str, options: Mapping[str, str]) -> set[str]:
         for letter, option in options.items()
         if option and re.search(rf"(?<!\w){re.escape(option)}(?!\w)", plain)
     }
-    return {
-        letter
-        for letter, option in held.items()
-        if not any(option != longer and option in longer for longer in held.values())
-    }
+    inner = {short for short in held.values() for long in held.values() if short != long and short in long}
+    return {letter for letter, option in held.items() if option not in inner}
 
 
 # --- boxes ------------------------------------------------------------------------------------

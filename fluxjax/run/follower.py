@@ -73,9 +73,8 @@ class Follower:
                 self._learn(order)
             case Gather():
                 learner = self._learner
-                brought(
-                    learner.trained(learner.params) if order.adapters else learner.weights(), learner.mesh, keep=False
-                )
+                params = learner.trained(learner.params) if order.adapters else learner.weights()
+                brought(params, learner.mesh, keep=False)
             case Save():
                 self._parts.checkpoints.write(order.step, self._models.arrays(), {})
             case Restore():

@@ -49,9 +49,8 @@ class Pixels:
         if data.preprocessors:
             self.store = self._preprocessed(config, processor, gang, run_dir, token)
         else:
-            self.store = self._open.enter_context(
-                contextlib.closing(LocalStore(processor.settings, data, workers=data.workers))
-            )
+            store = LocalStore(processor.settings, data, workers=data.workers)
+            self.store = self._open.enter_context(contextlib.closing(store))
         near, self.fetch = None, self.store.fetch
         if isinstance(self.store, FlightStore) and data.near_gib:
             near = NearPixels(self.store, int(data.near_gib * GIB))

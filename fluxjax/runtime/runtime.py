@@ -436,9 +436,8 @@ class Runtime:
         numbers = set(order.engines or range(len(self.engines)))
         asleep = numbers & self._asleep
         with self.timeline.span("sync", "trainer", step):
-            await on_all(
-                [self.engines[n] for n in sorted(numbers)], lambda engine: engine.update_weights(order.version, params)
-            )
+            engines = [self.engines[n] for n in sorted(numbers)]
+            await on_all(engines, lambda engine: engine.update_weights(order.version, params))
             await on_all([self.engines[n] for n in sorted(asleep)], lambda engine: engine.wake())
         self._asleep -= numbers
         await self._tell_steps()  # before the next instruction, so that what observers do belongs to this step

@@ -175,9 +175,8 @@ class Cluster:
     def _accumulate(self, order: messages.Accumulate) -> None:
         gpus = len(order.engines) * self.rollout.degree
         lanes = [f"engine {index}" for index in order.engines if index < SHOWN] or ["trainer"]
-        self._compute(
-            order.step, order.groups, gpus, lanes, False, partial(self.post, messages.Accumulated(order.step))
-        )
+        then = partial(self.post, messages.Accumulated(order.step))
+        self._compute(order.step, order.groups, gpus, lanes, False, then)
 
     @_carry_out.of(messages.Train)
     def _train(self, order: messages.Train) -> None:

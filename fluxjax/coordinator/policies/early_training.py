@@ -116,9 +116,8 @@ def probability(coordinator: Coordinator, seconds: float) -> float:
     """Returns the predicted probability that the batch's missing groups are complete within `seconds`; the groups'
     rewards may arrive later. If more prompts run than are needed, the likeliest prompts count."""
     ledger = coordinator.ledger
-    missing = coordinator.settings.prompts_per_step - ledger.count(
-        PromptStage.COMPLETE, PromptStage.SCORED, PromptStage.TRAINING
-    )
+    ended = ledger.count(PromptStage.COMPLETE, PromptStage.SCORED, PromptStage.TRAINING)
+    missing = coordinator.settings.prompts_per_step - ended
     running = sorted((_in_time(coordinator, entry, seconds) for entry in ledger.at(PromptStage.RUNNING)), reverse=True)
     if coordinator.exhausted:
         missing = min(missing, len(running) + ledger.count(PromptStage.STOPPING))
