@@ -97,7 +97,7 @@ class Supervisor:
             idle = 0 if newest != before else idle + 1
             if idle > self._restarts:
                 print(
-                    f"error: {idle} attempts in a row ended without a new checkpoint; the reasons are above",
+                    f"error: {idle} attempts in a row ended without a new checkpoint; see above",
                     file=sys.stderr,
                 )
                 break

@@ -70,9 +70,7 @@ def gae(
     rewards, values = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
     lengths = np.asarray(lengths, np.int64)
     if not len(rewards) == len(values) == lengths.sum():
-        raise ValueError(
-            f"{len(rewards)} rewards, {len(values)} values and {lengths.sum()} tokens; the three must be equal"
-        )
+        raise ValueError(f"{len(rewards)} rewards, {len(values)} values and {lengths.sum()} tokens; they must be equal")
     ends, gamma = np.cumsum(lengths), np.broadcast_to(gamma, len(values))
     advantages = np.zeros(len(values))
     following, value_after = np.zeros(len(lengths)), np.zeros(len(lengths))  # A and V of the next token, by response

@@ -302,9 +302,8 @@ class Ledger:
         self._move(entry, PromptStage.RUNNING)
 
     def park(self, order: Park) -> None:
-        entry = self._at(
-            order.prompt, PromptStage.RUNNING, *(() if order.keep else (PromptStage.COMPLETE, PromptStage.SCORED))
-        )
+        also = () if order.keep else (PromptStage.COMPLETE, PromptStage.SCORED)
+        entry = self._at(order.prompt, PromptStage.RUNNING, *also)
         if order.attempt != entry.attempt:
             raise CoordinatorError(
                 f"request {order.request} can't be parked: attempt {entry.attempt} is the newest one of its prompt"
@@ -335,9 +334,7 @@ class Ledger:
 
     def score(self, response: Response) -> None:
         if self.unscored.pop(response.rid, None) is None:
-            raise CoordinatorError(
-                f"response {response.rid} can't be scored: it has not come, or was given out for scoring before"
-            )
+            raise CoordinatorError(f"response {response.rid} has not come, or was given out for scoring before")
         self._scoring.add(response.rid)
 
     def train(self, groups: Sequence[Group]) -> None:
@@ -345,9 +342,7 @@ class Ledger:
         for group in groups:
             entry = self._at(group.prompt, PromptStage.SCORED)
             if group != entry.group():
-                raise CoordinatorError(
-                    f"draw {entry.prompt.draw}: the group to train on differs from the group that was scored"
-                )
+                raise CoordinatorError(f"draw {entry.prompt.draw}: its group differs from the group that was scored")
             self._move(entry, PromptStage.TRAINING)
 
     def skip(self, prompt: Prompt, reason: str) -> None:

@@ -369,9 +369,7 @@ class Coordinator:
 
     def _check_step(self, order: messages.Accumulate | messages.Train) -> None:
         if order.step != self.step + 1:
-            raise CoordinatorError(
-                f"{type(order).__name__} of step {order.step}, but step {self.step + 1} is under way"
-            )
+            raise CoordinatorError(f"{type(order).__name__} of step {order.step}; step {self.step + 1} is under way")
 
     @_say.of(messages.Accumulate)
     def _accumulate(self, order: messages.Accumulate) -> None:

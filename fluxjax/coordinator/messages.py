@@ -343,9 +343,7 @@ class Handlers(dict[type[Message], Callable[[Any, Any], Any]]):
 
         def register(method: Callable[[S, M], R]) -> Callable[[S, M], R]:
             if twice := [kind.__name__ for kind in kinds if kind in self]:
-                raise TypeError(
-                    f"{method.__qualname__} handles {', '.join(twice)}, but another method handles the same already"
-                )
+                raise TypeError(f"{method.__qualname__} handles {', '.join(twice)}, but another method does already")
             self.update(dict.fromkeys(kinds, method))
             return method
 

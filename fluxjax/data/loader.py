@@ -145,9 +145,7 @@ class PromptLoader:
             raise DataError(f"the checkpoint was made with seed {seed}; resume it with that seed, not {self.seed}")
         for name, size in itertools.chain.from_iterable(mixture["sizes"].items() for mixture in mixtures):
             if name in self.sources and size != (now := len(self.sources[name])):
-                raise DataError(
-                    f"data source {name!r} had {size} records when the checkpoint was made and has {now} now"
-                )
+                raise DataError(f"source {name!r} had {size} records when the checkpoint was made and has {now} now")
         self.mixtures = list(mixtures)
         if mixtures[-1]["weights"] != self.weights:
             log.warning("the mixture changed from %s to %s", mixtures[-1]["weights"], self.weights)

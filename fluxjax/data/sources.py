@@ -111,9 +111,7 @@ def tell_unused(fields: Mapping[str, Sequence[object]], source: str, any_used: b
             fix = f"data.sources.{source}.columns.images or .videos"
             names_only = not any(isinstance(v, list | bytes) or (isinstance(v, dict) and "bytes" in v) for v in values)
             if not any_used and not names_only:
-                raise DataError(
-                    f"{where}: media in {name!r} are not used: name the field in {fix}, or remove the field"
-                )
+                raise DataError(f"{where}: media in {name!r} are not used: name the field in {fix}, or remove it")
             log.warning("%s: media in %r are not used; to use them, name the field in %s", where, name, fix)
 
 

@@ -208,9 +208,7 @@ class ServerComparison:
         or `rest` if no suspect does."""
         answers, tokens = await self._answers(request, files)
         if tokens != len(request.prompt):
-            return _differs(
-                "pixels", f"{name}: the server counts {tokens} tokens in the prompt, the trainer {len(request.prompt)}"
-            )
+            return _differs("pixels", f"{name}: the server counts {tokens} tokens, the trainer {len(request.prompt)}")
         if broken := {id for answer in answers for id in answer.token_ids} & {*request.sampling.forbidden_ids}:
             return _differs("sampling mask", f"{name}: forbidden tokens are sampled: {sorted(broken)}")
 
@@ -226,9 +224,7 @@ class ServerComparison:
         least, part, fault = min((gap_of(asked), part, fault) for part, fault, asked in [*faulty, (rest, "", request)])
         if least > min(tolerance, gap / 3):
             return _differs(rest, f"{name}: {detail}; no fault that the doctor knows explains this")
-        return _differs(
-            part, f"{name}: {fault}: {detail}, but only by {least:.1e} if the trainer computes with this fault"
-        )
+        return _differs(part, f"{name}: {fault}: {detail}, but only by {least:.1e} if the trainer has this fault")
 
     async def _answers(self, request: GenerateRequest, files: Probe | None) -> tuple[list[Response], int]:
         """Returns sampled answers, and the tokens of the prompt by the server's count. With `files`, the server gets

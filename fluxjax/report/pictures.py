@@ -220,7 +220,5 @@ def _legend(bars: Sequence[MediumBar], colours: Mapping[str, str], lost: Counter
         handles.append(Patch(facecolor="none", label=f"and {len(colours) - MOST_NAMED} more"))
     handles.append(Patch(color="#bbbbbb", label="light: the size is being read"))
     if lost:
-        handles.append(
-            Line2D([], [], color="black", marker="X", linestyle="--", label="process lost, with all media it held")
-        )
+        handles.append(Line2D([], [], color="black", marker="X", linestyle="--", label="process lost, with its media"))
     return handles

@@ -101,9 +101,7 @@ def dumped_steps(run_dir: pathlib.Path, step: int | None = None) -> list[int]:
     names = [file.stem for file in (run_dir / SAMPLES).glob("*.jsonl")]
     steps = sorted((int(name) for name in names if name.isdecimal()), reverse=True)
     if not steps:
-        raise DataError(
-            f"{run_dir} is no run folder with samples (report.dump_samples_every says when a run writes some)"
-        )
+        raise DataError(f"{run_dir} is no run folder with samples (see report.dump_samples_every)")
     if step is not None and step not in steps:
         raise DataError(f"{run_dir} has no samples of step {step}, only of {', '.join(map(str, steps))}")
     return steps if step is None else [step]

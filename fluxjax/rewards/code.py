@@ -54,7 +54,7 @@ class TimeLimits:
             raise ConfigError(f"time limits: 0 < minimum <= maximum is needed, got {self.minimum} and {self.maximum}")
         if not 1 <= self.factor < float("inf"):
             raise ConfigError(
-                f"time limits: factor is {self.factor}; it must be at least 1, or right answers would be cut off"
+                f"time limits: factor is {self.factor}; it must be at least 1, to cut off no right answer"
             )
 
     def seconds(self, case: str) -> float:

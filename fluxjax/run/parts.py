@@ -167,7 +167,7 @@ def settled_remat(
     )
     if not verdict.fits:
         raise ConfigError(
-            "\n".join([*verdict.answer(), "Or start the run without this check: --config.sharding.preflight=false"])
+            "\n".join([*verdict.answer(), "To start without this check: --config.sharding.preflight=false"])
         )
     return verdict.remat
 

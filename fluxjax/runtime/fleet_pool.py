@@ -238,9 +238,7 @@ def _check_sglang(python: str, model: DecoderConfig, checkpoint: pathlib.Path) -
             "servers.python to the interpreter of an environment that has SGLang"
         )
     if python and shutil.which(python) is None:
-        raise ConfigError(
-            f"servers.python: there is no program {python}; on a CPU, bash scripts/install_sglang.sh makes .sglang"
-        )
+        raise ConfigError(f"servers.python: no program {python}; on a CPU, scripts/install_sglang.sh makes .sglang")
     if model.names is not ARCHITECTURES[model.architecture].published:
         raise ConfigError(
             f"model.path: {checkpoint} has tensors named model.language_model.*, which SGLang 0.5.23 can't start from; "
@@ -292,9 +290,7 @@ def _command(config: Config, checkpoint: pathlib.Path, number: int, degree: int)
 
 def _check_reachable(config: Config, address: str) -> None:
     if config.parallelism.enabled:
-        raise ConfigError(
-            f"{address} can't join a run with parallelism.min_degree, because such a run starts its servers itself"
-        )
+        raise ConfigError(f"{address} can't join a run with parallelism.min_degree, which starts its servers itself")
     route = config.weights.chosen(config.servers)
     if route in (Route.SHM, Route.IPC) and not on_this_host(address):
         raise ConfigError(

@@ -134,9 +134,7 @@ class SimulateConfig(Config):
                     f"{sim.rollout_gpus} for rollout"
                 )
         if (chance := sim.faults.lost + sim.faults.doubled + sim.faults.late) > 1:
-            raise ConfigError(
-                f"simulation.faults.lost + doubled + late is {chance:g}; probabilities must not be more than 1"
-            )
+            raise ConfigError(f"simulation.faults.lost + doubled + late is {chance:g}; it must be at most 1")
 
     def _validate_memory(self, hardware: Hardware, degree: int) -> None:
         longest = self.rollout.max_new_tokens + LONGEST_PROMPT

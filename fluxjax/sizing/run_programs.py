@@ -114,9 +114,7 @@ class RunShapes:
                 "try --config.sharding.strategy=flex_ulysses, which keeps as many weights and tokens on each device"
             )
         if config.sharding.devices not in (0, len(devices)):
-            raise ConfigError(
-                f"sharding.devices is {config.sharding.devices}, but the topology has {len(devices)} devices"
-            )
+            raise ConfigError(f"sharding.devices is {config.sharding.devices}, but the topology has {len(devices)}")
         abstract = models.abstract(model)
         if never_sampled is None:
             never_sampled = (model.image_token_id, model.video_token_id) if model.vision else ()

@@ -122,9 +122,7 @@ def image_url(media: Media) -> str:
     that can't be read or has more than 20 MiB."""
     if media.kind is not MediaKind.IMAGE or media.cell:
         what = "a video" if media.kind is not MediaKind.IMAGE else "inside a parquet file"
-        raise RewardFailure(
-            Failing.RAISED, f"judge.images can show only images that are files, but one medium is {what}"
-        )
+        raise RewardFailure(Failing.RAISED, f"judge.images shows only images that are files, but one medium is {what}")
     if media.data is None and media.path.startswith(("http://", "https://", "data:")):
         return media.path
     try:

@@ -116,9 +116,7 @@ class Rubric:
             )
         match = _SCALE.fullmatch(scale or own_scale)
         if match is None or float(match[1]) >= float(match[2]):
-            raise ConfigError(
-                f"judge.scale is {scale!r}; it must be two numbers, the smaller one first, such as '1 to 10'"
-            )
+            raise ConfigError(f"judge.scale is {scale!r}; it must be two numbers, the smaller one first, as '1 to 10'")
         return cls(template, float(match[1]), float(match[2]))
 
     def share(self, number: float) -> float | None:

@@ -68,9 +68,7 @@ class Judge(BuiltIn):
             url = checked_url(self.server, form.route, token, self.plain_http)
             model = JudgeServer(url, token, form, self.request_seconds, self._counts)
         if not isinstance(model, JudgeModel):
-            raise ConfigError(
-                f"judge.server is {self.server!r}; it must be an address, or an object with ask(question)"
-            )
+            raise ConfigError(f"judge.server is {self.server!r}; it must be an address or an object with ask(question)")
         self._model = model
         self.call_within(_SECONDS)
         self._logged = 0
