@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from ..base.types import Group, TrainBatch, has_variance, without_rounding
+from ..base.types import Group, TrainBatch, differ
 from ..config import AlgorithmConfig
 from .loss import clipped_surrogate, correction, dual_clipped, masked, regularised
 from .rl_algorithm import LossAndMetrics, RLAlgorithm, TokenValues
@@ -43,14 +43,9 @@ def rewards_of(group: Group) -> np.ndarray:
 
 def relative(rewards: np.ndarray, normalize: bool) -> np.ndarray:
     """Returns `R_i - mean(R)`, divided by `std(R) + 1e-6` with `normalize`; exactly 0 for equal rewards."""
-    if len(set(without_rounding(rewards.tolist()))) < 2:  # the computed mean of equal numbers may differ from them
+    if not differ(rewards.tolist()):  # the computed mean of equal numbers may differ from them
         return np.zeros_like(rewards)
     return (rewards - rewards.mean()) / (rewards.std(ddof=1) + STD_EPSILON if normalize else 1.0)
-
-
-def zero_variance_groups(groups: Sequence[Group]) -> int:
-    """Counts the groups whose rewards are all equal, but for rounding."""
-    return sum(not has_variance(group) for group in groups)
 
 
 def clipped_loss(

@@ -124,10 +124,15 @@ def without_rounding(values: Sequence[float]) -> list[float]:
     return [smallest[value] for value in values]
 
 
+def differ(values: Sequence[float]) -> bool:
+    """Says whether the values differ by more than rounding."""
+    return len(set(without_rounding(values))) > 1
+
+
 def has_variance(group: Group, of: str = "value") -> bool:
     """Says whether the group's rewards differ by more than rounding in the field `of` (`value` or `correct`). DAPO's
     dynamic sampling (arXiv:2503.14476, section 3.2) skips groups without variance, whose GRPO advantages are 0."""
-    return len(set(without_rounding([float(getattr(sample.reward, of)) for sample in group.samples]))) > 1
+    return differ([float(getattr(sample.reward, of)) for sample in group.samples])
 
 
 @typing.no_type_check  # see `models.inputs.VisionInput`
