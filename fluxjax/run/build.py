@@ -324,19 +324,3 @@ class NoPixels:
 
     def draw(self, file: pathlib.Path) -> None: ...
     def close(self) -> None: ...
-
-
-def open_pixels(
-    config: Config,
-    processor: Processor,
-    gang: Team,
-    run_dir: pathlib.Path,
-    token: str,
-    note: Callable[[float, float, int], None] = lambda start, end, bytes: None,
-) -> AnyPixels:
-    """Returns the pixels of this process. Parameters and errors are those of `Pixels`."""
-    if not processor.vision:
-        return NoPixels()
-    from .pixels import Pixels
-
-    return Pixels(config, processor, gang, run_dir, token, note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from models.processing import Processor
 
@@ -14,7 +14,7 @@ from ..base.timeline import Span
 from ..batch.composer import Team
 from ..config import Config
 from ..data.local_store import GIB, LocalStore, StoreStats
-from ..data.materializer import Materialized, Materializer
+from ..data.materializer import Materialized, Materializer, NoteFetch
 from ..data.near_pixels import NearPixels
 from ..data.shadows import MediaIndex, ProxyMedia
 from ..hosts.orders import UNKNOWN_PLACE
@@ -30,16 +30,9 @@ class Pixels:
     exchange the addresses of their preprocessors."""
 
     def __init__(
-        self,
-        config: Config,
-        processor: Processor,
-        gang: Team,
-        run_dir: pathlib.Path,
-        token: str,
-        note: Callable[[float, float, int], None] = lambda start, end, bytes: None,
+        self, config: Config, processor: Processor, gang: Team, run_dir: pathlib.Path, token: str, note: NoteFetch
     ) -> None:
-        """`token` is that of the run. `note` gets the start, the end and the number of bytes of each fetch. Raises
-        DataError if the preprocessors can't be started."""
+        """`token` is that of the run. Raises DataError if the preprocessors can't be started."""
         self._note, self._metrics = note, DataMetrics()
         self._began: float | None = None  # time of the run's first request of prompts
         self._first_batch: float | None = None  # seconds from `begin` to the end of the first fetch
