@@ -90,8 +90,7 @@ def lay_out(share: Share, room: Room, tempered: bool) -> Composition:
 
 
 def _written(outlines: Sequence[Outline], share: Share, room: Room, tempered: bool) -> Composition:
-    """Returns the microbatches of `outlines`. In a microbatch that all devices compute together, only the rows of the
-    share's devices are written."""
+    """Returns the microbatches of `outlines`. Of those that all devices compute, only the share's rows are written."""
     microbatches: list[Microbatch] = []
     keys: list[tuple[int, int]] = []
     cells, counts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
@@ -297,8 +296,7 @@ def _train_batch(
 def _media(
     rows: Iterable[Row], groups: Groups, num_patches: int, vision: VisionConfig
 ) -> tuple[VisionInput, dict[Source, int]]:
-    """Returns a shard's vision buffer, with the media of each prompt and response once. Also returns the index of the
-    first merged feature of each."""
+    """Returns a shard's vision buffer, with the media of each sequence once, and each one's first feature."""
     first: dict[Source, int] = {}
     parts: list[VisionInput] = []
     used = 0

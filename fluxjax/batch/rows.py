@@ -54,8 +54,7 @@ class Budget:
 
 
 class RowPacking:
-    """Packs groups into rows, equally many on each device. All rows have the same length, or fitted lengths (`fitted`)
-    if these hold less padding."""
+    """Packs groups into rows, equally many on each device, of one length or, for less padding, of fitted lengths."""
 
     def __init__(
         self, config: Config, num_shards: int, vision: VisionConfig | None, shapes: ShapeBook, chunk: int = 0

@@ -1,5 +1,4 @@
-"""A step before its arrays are written: groups, pieces of groups, outlines of microbatches, and the share of each
-process.
+"""A step before its arrays are written: groups, their pieces, outlines of microbatches, and shares of processes.
 
 Process 0 plans a step from sizes alone. Every other process gets its share, and reads no prompt, response or pixel of
 other shares. If sequences are spread over devices, every share has the sizes of all sequences, because the positions of
@@ -75,8 +74,7 @@ def patches_of(pieces: Iterable[Piece]) -> int:
 
 class TrainGroup(NamedTuple):
     """A group to lay out: its prompt, the columns of its non-empty responses, for each response the loss weight
-    (float64) of a token, and the inputs of the responses whose observations have media, by index
-    (`PreparedPrompt.responses`)."""
+    (float64) of a token, and the inputs of responses that observed media, by index."""
 
     name: str  # name of the prompt, for error messages; empty in processes that do not plan
     inputs: PromptInput
@@ -175,8 +173,7 @@ def _held(item: Item, patches: int) -> list[tuple[int, ...]]:
 
 
 def runs_of(pieces: Sequence[Piece], share_prompts: bool) -> int:
-    """Returns the number of runs of these pieces in a table (`PackedRuns`). With `share_prompts`, each prompt and each
-    response is a run, else each piece."""
+    """Returns the number of runs of these pieces: prompts and responses with `share_prompts`, else pieces."""
     return sum(1 + len(piece.responses) if share_prompts else 1 for piece in pieces)
 
 

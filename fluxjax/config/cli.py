@@ -239,7 +239,7 @@ def read_file(selected: str, kind: type[C] = Config) -> C:
     except AttributeError as error:  # sections have slots: an unknown field ends here
         raise ConfigError(f"{path}: {_explain(error, kind)}") from error
     if not isinstance(config, kind):
-        wanted, given = (f"{one.__module__}.{one.__name__}" for one in (kind, type(config)))
+        wanted, given = (f"{named.__module__}.{named.__name__}" for named in (kind, type(config)))
         raise ConfigError(f"{path}: get_config() must return a {wanted}, not {given}")
     return config
 

@@ -168,8 +168,7 @@ class ParallelismPlanner:
         self._calm = 0  # steps since the last preemption or the last halving
 
     def next(self, preemptions: int) -> int:
-        """Returns the degree for the next step, after a step with `preemptions` preemptions in all engines together.
-        The first step never doubles the degree."""
+        """Returns the next step's degree after a step with so many preemptions. The first step never doubles it."""
         before, self._before = self._before, preemptions
         self._calm = 0 if preemptions else self._calm + 1
         wanted = self.degree

@@ -93,8 +93,7 @@ class Level:
             self._settle()
 
     def learn(self, x: np.ndarray, y: float, weight: float, within: float | None, residual: float) -> None:
-        """Enters a response with its squared deviation `within` its group (None for a group's first response) and its
-        squared residual from the regression."""
+        """Enters a response with its squared deviation `within` its group (None for the first) and squared residual."""
         # Only the residual of a group's first response counts. The residuals of later responses are too small, since
         # the regression has learnt from the first response.
         if within is None:
@@ -248,8 +247,7 @@ class LengthPredictor:
         self._cache: dict[tuple[str, str], tuple[np.ndarray, Level, int, float, float]] = {}
 
     def predict(self, prompt: Prompt, running: int = 0) -> float:
-        """Predicts the length in tokens of a response to `prompt` that has `running` tokens already and goes on: the
-        expectation for the entire response."""
+        """Predicts the length in tokens of an entire response to `prompt` that has `running` tokens and goes on."""
         return expected_tokens(*self._expected(prompt), running, self.limit)
 
     def ends_by(self, prompt: Prompt, tokens: int, running: int = 0) -> float:

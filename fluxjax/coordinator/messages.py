@@ -88,8 +88,7 @@ class RewardReady(Event):
 
 
 class Trained(Event):
-    """The training step over the groups of `Train` is done, and the trainer now holds `version`. Scheduling policies
-    may steer by the step's `metrics`."""
+    """The training step of `Train` is done, and the trainer holds `version`. Policies may steer by `metrics`."""
 
     version: int
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -191,8 +190,7 @@ class Generate(Instruction):
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """The next turn of a response, which ends with an observation, on the engine of the earlier turns. That engine may
-    still have their keys and values."""
+    """The next turn of a response, which ends with an observation, on the engine that may have its keys and values."""
 
     prompt: Prompt
     response: Response

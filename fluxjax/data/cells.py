@@ -40,8 +40,7 @@ class OtherVersion(CellError):
 
 
 def open_parquet(path: str) -> pq.ParquetFile:
-    """Opens a local file or a URL. Raises OSError. Local files aren't memory-mapped, because values that were read must
-    not change when a file is overwritten."""
+    """Opens a local file or a URL, without a memory map, since values must not change with the file. Raises OSError."""
     system, place = filesystem(path) if is_url(path) else (None, path)
     with reaching(path):
         return pq.ParquetFile(place, filesystem=system, pre_buffer=system is not None)
@@ -132,8 +131,7 @@ def is_answer(kind: pa.DataType) -> bool:
 
 
 def is_media(kind: pa.DataType) -> bool:
-    """Says whether a column of this type can hold media: bytes, paths, structs with bytes or paths, or lists of these.
-    A column of nulls can, too."""
+    """Says whether a column of this type can hold media: bytes, paths, structs with these, lists of these, or nulls."""
     if isinstance(kind, _LISTS):
         return is_media(kind.value_type)
     if pa.types.is_struct(kind):

@@ -140,8 +140,7 @@ class ProxyMedia:
         return processor.outline_of(token_ids, [medium for medium, _ in found], certain=all(sure for _, sure in found))
 
     def inputs(self, processor: Processor, token_ids: Sequence[int], prompt: Prompt) -> OutlinedInput:
-        """Has the store measure a prompt's media, and returns the prompt's model input. Raises the MediaError of the
-        first medium that can't be used."""
+        """Has the store measure a prompt's media, and returns the model input. Raises MediaError for unusable media."""
         refs = [self.index.ref(medium) for medium in prompt.media]
         found = self._look(processor, refs)
         if stale := [k for k, said in enumerate(found) if isinstance(said, StaleTicket)]:

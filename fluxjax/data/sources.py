@@ -1,7 +1,6 @@
 """Records and sources of prompts.
 
-A record is a mapping with a question, an answer and perhaps media. Fields are named as in `ALIASES`, or by the
-settings.
+A record is a mapping with a question, an answer and perhaps media. `ALIASES` or the settings name the fields.
 """
 
 import collections
@@ -44,8 +43,7 @@ _MEDIA_NAME = re.compile(rf"(?is)data:(image|video)/.*|.*\.({_ENDINGS})(\?\S*)?"
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The name of each field in one file, or an empty text if the file lacks the field. In settings, an empty text
-    stands for the names in `ALIASES`."""
+    """The name of each field in a file; empty if it lacks the field or, in settings, for the names in `ALIASES`."""
 
     prompt: str = ""
     answer: str = ""

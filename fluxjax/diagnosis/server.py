@@ -204,8 +204,7 @@ class ServerComparison:
     async def _compared(
         self, name: str, rest: str, request: GenerateRequest, faulty: Iterable[Suspect], files: Probe | None = None
     ) -> Finding:
-        """Compares log-probs. If they differ, the finding names the part of the suspect that explains the difference,
-        or `rest` if no suspect does."""
+        """Compares log-probs. The finding names the part of the suspect that explains a difference, else `rest`."""
         answers, tokens = await self._answers(request, files)
         if tokens != len(request.prompt):
             return _differs("pixels", f"{name}: the server counts {tokens} tokens, the trainer {len(request.prompt)}")

@@ -187,8 +187,7 @@ class Gang(Team):
                 self._heard.append(heard)
 
     def stepped(self, idle: float | None = None) -> None:
-        """Implements `Team.stepped`. The other processes send process 0 their statuses, which process 0 reads in
-        `agree`, `decided` and `whole`."""
+        """Implements `Team.stepped`. Others send statuses, which process 0 reads in `agree`, `decided` and `whole`."""
         if self._stepped == self._number:
             return
         self._stepped, self._stepped_at = self._number, time.perf_counter()

@@ -162,8 +162,7 @@ class Gradients:
     def lowered(
         self, params: Params, batch: TrainBatch, names: Collection[str] = ("accumulate", "logprobs")
     ) -> dict[str, jax.stages.Lowered]:
-        """Returns the programs of these names for microbatches shaped like `batch`, before their compilation.
-        Parameters and batch may be abstract."""
+        """Returns these programs for microbatches like `batch`, not compiled. Parameters and batch may be abstract."""
         placed = self._place(batch.inputs, batch)
         programs: dict[str, jax.stages.Lowered] = {}
         if "logprobs" in names:

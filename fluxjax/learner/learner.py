@@ -164,8 +164,7 @@ class Learner:
         return self._init(trained)
 
     def lowered(self, batch: TrainBatch) -> dict[str, jax.stages.Lowered]:
-        """Returns the programs `accumulate`, `update` and `logprobs`, before their compilation, for microbatches shaped
-        like `batch`. The batch may be abstract."""
+        """Returns the programs `accumulate`, `update` and `logprobs`, not compiled, for microbatches like `batch`."""
         programs = self.gradients.lowered(self.params, batch)
         grads, tally = programs["accumulate"].out_info
         grads = with_shardings(grads, self.trained(self.gradients.strategy.shardings))
@@ -408,8 +407,7 @@ def lora_of(config: Config) -> models.Lora | None:
 
 
 def fingerprint(params: Params, mesh: Mesh) -> Array:
-    """Returns a number for each of W arrays of weights, `[W]` uint32, on every device. A changed bit of an array
-    changes the array's number."""
+    """Returns a number for each of W arrays of weights, `[W]` uint32, on every device; any changed bit changes it."""
     of_all = jax.jit(lambda weights: jnp.stack([*map(_of, weights)]), out_shardings=NamedSharding(mesh, P()))
     return of_all(jax.tree.leaves(params))
 

@@ -76,8 +76,7 @@ class Portion:
 
 
 class PolicyTrainer:
-    """Makes training steps over scored groups. Gradients of some groups may be computed before the step is complete,
-    also on the devices of engines."""
+    """Makes training steps over scored groups. Some gradients may be computed early, also on the devices of engines."""
 
     def __init__(
         self,

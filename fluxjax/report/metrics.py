@@ -121,8 +121,7 @@ _FIGURES += ("prepare_seconds", "train_seconds", "wait_seconds", "own_seconds")
 
 
 def host_lanes(hosts: Sequence[HostStatus], step: int) -> list[Span]:
-    """Returns the stages of the last step as bars of the timeline picture, with a lane for each process. A process that
-    has not reported that step has no lane."""
+    """Returns the stages of the last step as bars of the timeline picture, in a lane for each process that has them."""
     return [
         Span(stage.name, f"process {host.process}", stage.start, stage.end, step)
         for host in hosts

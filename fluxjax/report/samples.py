@@ -71,8 +71,7 @@ def _file(run_dir: pathlib.Path, step: int) -> pathlib.Path:
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
-    """Returns the text of each token, also of special tokens. If a character has several tokens, the last of them has
-    its text, and the others have empty texts."""
+    """Returns the text of each token, also of special ones. Of several tokens of a character, the last has its text."""
     text_of = functools.cache(lambda some: decode(some, skip_special_tokens=False))  # tokens occur often
     texts, begun = [], 0
     for end in range(1, len(ids) + 1):

@@ -28,8 +28,7 @@ MEMORY_GIB = 4.0  # memory that a process of a user's reward may take beside its
 
 @dataclasses.dataclass(frozen=True)
 class Callee:
-    """The way to call a reward: `function(*arguments(completions))`, for one completion, or for several if `batched`.
-    Its `kind` selects the bounds of calls."""
+    """The way to call a reward: `function(*arguments(completions))`, `batched` or not. `kind` selects the bounds."""
 
     function: Callable[..., Any]
     arguments: Callable[[Sequence[Completion]], tuple[Any, ...]]

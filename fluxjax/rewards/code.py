@@ -101,8 +101,7 @@ class CodeReward(BuiltIn):
         self._inside = {f"inside/{file.name}": file.read_bytes() for file in files if file.name.endswith(".py")}
 
     async def score(self, completion: Completion) -> Reward:
-        """Returns the reward. Raises `DataError` for an answer that is no task, or whose tests cannot run here, and
-        `SandboxError` if the sandbox fails."""
+        """Returns the reward. Raises `DataError` for an answer that is no task, or can't run here; `SandboxError`."""
         task = read_task(completion.prompt)
         code = find_code(completion.text, task.entry_point)
         if not code:

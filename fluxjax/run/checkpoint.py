@@ -244,8 +244,7 @@ def write_sums(folder: pathlib.Path) -> None:
 
 
 def damage(folder: pathlib.Path) -> str:
-    """Returns the name and the damage of a file below `folder` that has changed since `write_sums`, or "". Files that
-    were added after `write_sums` do not count."""
+    """Returns the name and the damage of a file below `folder` that has changed since `write_sums`, or ""."""
     try:
         sums = json.loads((folder / SUMS).read_bytes())
         with ThreadPoolExecutor(_THREADS) as threads:

@@ -63,8 +63,7 @@ class Play:
         return {} if self.episodes is None else self.episodes.pool.metrics()
 
     async def demonstrated(self, prepared: PreparedPrompt) -> tuple[PreparedPrompt, Response] | str:
-        """Returns an episode whose turns its environment demonstrates, or why there is none. Raises ConfigError if the
-        environment can't demonstrate turns."""
+        """Returns an episode that its environment demonstrates, or why there is none. Raises ConfigError."""
         assert self.episodes is not None
         try:
             return await self.episodes.demonstrated(prepared)

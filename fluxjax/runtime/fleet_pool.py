@@ -107,8 +107,7 @@ class FleetPool:
         self._watch = ServerWatch(self.servers, lambda: self._file.look() if self.fleet.started else ())
 
     def _add_seats(self, degree: int, count: int) -> Sequence[FleetEngine]:
-        """Adds the engines of `count` servers that have `degree` devices each. If there are servers of several degrees,
-        a server starts when its engine first wakes."""
+        """Adds engines of `count` servers of `degree` devices. With several degrees, they start when first awake."""
         config, servers = self._config, self._config.servers
         alone = not config.parallelism.enabled
         prefix, name = ("server-", "server") if alone else (f"server-{degree}-", f"{degree}-device server")
@@ -156,8 +155,7 @@ class FleetPool:
             self._local_servers.close()
 
     def servers(self) -> Sequence[ServerStatus]:
-        """Returns the status of each server that has an address. A server of the run gets its address when it starts.
-        May be called from any thread."""
+        """Returns the status of each server that has an address, as those that started. Any thread may call it."""
         return [server for server in self.fleet.servers() if server.address]
 
     def lanes(self, spans: Sequence[Span]) -> Sequence[Span]:

@@ -185,8 +185,7 @@ class Places:
     # These methods need the lock:
 
     def lose(self, seat: PlaceSeat, link: FlightPlace, reason: str) -> bool:
-        """Gives up the connection `link`, with which a caller had trouble. Returns False, and does nothing, if the
-        place has another connection by now."""
+        """Gives up the connection `link`, which failed. Returns False, and does nothing, if the place has another."""
         if seat.link is not link:
             return False
         link.close()
@@ -200,8 +199,7 @@ class Places:
         return True
 
     def check(self) -> None:
-        """Raises DataError if the store is closed or has failed, if a place refuses this client, or if for more than
-        `patience` seconds no place was connected."""
+        """Raises DataError if the store is closed or failed, a place refuses, or none is connected for `patience` s."""
         if self._closed:
             raise DataError("the media store is closed")
         if self._failure:

@@ -25,8 +25,7 @@ OnFinish = Callable[[SampleProgress], object]
 
 
 class Jump:
-    """`steps` decode steps from time `anchor` (s) on. Step `i`, from 0 on, takes `first + i * growth` seconds, since
-    the cache grows by equal amounts."""
+    """`steps` decode steps from time `anchor` (s) on. Step `i`, from 0 on, takes `first + i * growth` seconds."""
 
     __slots__ = ("anchor", "first", "growth", "steps")
 

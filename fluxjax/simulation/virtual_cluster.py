@@ -1,5 +1,4 @@
-"""A cluster in virtual time: it carries out the real coordinator's instructions, as `fluxjax.runtime` does in real
-time.
+"""A cluster in virtual time, which carries out the real coordinator's instructions as `fluxjax.runtime` does.
 
 All work is an action of the clock: decoding, rewards, training, weight sync, late replies. The coordinator gets events
 one after the other, and its instructions are begun in their order. Training has its own GPUs (`train_gpus`), or takes

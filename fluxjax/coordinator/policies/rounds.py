@@ -228,8 +228,7 @@ def generate(
 
 class Synchronous(Rounds):
     """Strictly on-policy training, step by step, with which every other policy is compared. All groups of a step are
-    generated under one weight version, and trained on in draw order. Evaluations and checkpoints come between steps,
-    when no prompt is in flight."""
+    generated under one weight version, and trained on in draw order. Evaluations and checkpoints come between steps."""
 
     def _in_round(self, coordinator: Coordinator) -> bool:
         return coordinator.ledger.live > 0

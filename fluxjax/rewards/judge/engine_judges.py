@@ -15,8 +15,7 @@ from .questions import Answer, Question
 
 
 class EngineModel:
-    """Asks an engine (`rollout.engine.Engine`), which only the judge uses. `Judge(EngineModel(engine, processor))` is a
-    reward. The maker of the engine closes it."""
+    """Asks an engine of its own, which its maker closes. `Judge(EngineModel(engine, processor))` is a reward."""
 
     def __init__(self, engine: Engine, processor: Processor) -> None:
         self._engine, self._processor = engine, processor

@@ -41,8 +41,7 @@ _BEGINNINGS = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": 
 
 
 class ChatForm:
-    """Requests and replies of OpenAI's `/v1/chat/completions`. `extra` has the body's fields, in JSON; null drops
-    one."""
+    """Requests and replies of OpenAI's `/v1/chat/completions`. `extra` has fields of the body, in JSON (null: none)."""
 
     route = "/v1/chat/completions"
 

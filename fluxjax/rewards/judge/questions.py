@@ -126,8 +126,7 @@ class Rubric:
         return (number - self.lowest) / (self.highest - self.lowest)
 
     def filled(self, prompt: Prompt, response: str, form: str) -> tuple[str, str]:
-        """Returns the question, and the question's nonce, which none of the sample's texts has. `form` is the form of a
-        verdict, with the field `{nonce}`."""
+        """Returns the question, and its nonce, which the sample's texts lack. `form` is a verdict's, with `{nonce}`."""
         material = dict(zip(_MATERIAL, map(_harmless, (prompt.text, response, prompt.answer)), strict=True))
         nonce = nonce_of(*material.values())
         values = {name: f"<{name}-{nonce}>\n{text}\n</{name}-{nonce}>" for name, text in material.items()}
