@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--server", metavar="URL", help="the server's address")
     parser.add_argument("--model", metavar="DIR", help="with --server: the trainer's checkpoint folder")
     parser.add_argument(
-        "--text", default="Which of the 3 boxes is red?", help="text of the probes (default: %(default)s)"
+        "--text", default="Which of the 3 boxes is red?", help="the probes' text (default: %(default)s)"
     )
     parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="images, each for one more probe")
     parser.add_argument("--video", nargs="+", default=[], metavar="FILE", help="videos, each for one more probe")

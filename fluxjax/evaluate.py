@@ -19,13 +19,9 @@ def main(argv: list[str]) -> int:
         prog="python -m fluxjax.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--run", required=True, type=pathlib.Path, metavar="DIR", help="the run folder")
-    parser.add_argument("--step", type=int, default=None, help="the step of a checkpoint (default: the newest)")
-    parser.add_argument(
-        "--samples", type=int, default=None, help="prompts of each data source (default: as in the run's settings)"
-    )
-    parser.add_argument(
-        "--blind", action="store_true", help="blank every pixel, to measure what is answered without seeing the media"
-    )
+    parser.add_argument("--step", type=int, help="the step of a checkpoint (default: the newest)")
+    parser.add_argument("--samples", type=int, help="prompts of each data source (default: as in the run's settings)")
+    parser.add_argument("--blind", action="store_true", help="blank every pixel: what is answered without the media?")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     args = parser.parse_args(argv)
 

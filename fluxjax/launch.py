@@ -68,8 +68,7 @@ class Supervisor:
     """Runs the attempts of one run, one after the other."""
 
     def __init__(self, processes: Sequence[int], restarts: int, train: Sequence[str], folder: pathlib.Path) -> None:
-        """`processes` has the number of processes of each attempt; the last number is for all further attempts, too.
-        `folder` is the run's folder."""
+        """`processes` has each attempt's number of processes, the last for all further ones. `folder` is the run's."""
         self._processes, self._restarts, self._folder = processes, restarts, folder
         self._train = [*train, f"--config.run_dir={folder}"]
         self._run: Processes | None = None
@@ -97,7 +96,7 @@ class Supervisor:
             idle = 0 if newest != before else idle + 1
             if idle > self._restarts:
                 print(
-                    f"error: {idle} attempts in a row ended without a new checkpoint; the reasons are above",
+                    f"error: {idle} attempts in a row ended without a new checkpoint; see above",
                     file=sys.stderr,
                 )
                 break
@@ -211,8 +210,7 @@ class Processes:
 
 
 def _is_stopped(child: subprocess.Popen[bytes]) -> bool:
-    """Returns True if the process is stopped (SIGSTOP). Other processes notice missing heartbeats only of a process
-    that has connected with them."""
+    """Says whether the process is stopped (SIGSTOP), which others notice by heartbeats only if they were connected."""
     with contextlib.suppress(ChildProcessError, AttributeError):  # macOS has no `waitid` before Python 3.13
         return os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
     return False

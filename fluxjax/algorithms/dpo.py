@@ -7,10 +7,9 @@ paper starts from (equation 3). A group's response with the highest reward is ch
 reward is rejected (the first of several equals). A group of equal rewards has no pair. The responses are sampled from
 the current policy, as in online DPO (Guo et al., OAIF, arXiv:2402.04792), with the reward in the judge's role.
 
-The gradient is `-beta sigmoid(-z) (grad log policy(chosen) - grad log policy(rejected))` (equation 8), with
-z = beta (d(chosen) - d(rejected)). A forward pass before each optimizer step computes z. So a microbatch can hold one
-response of a pair without the other response. The loss does not correct for the policy that generated the responses,
-nor for their age.
+The gradient is `-beta sigmoid(-z) (grad log policy(chosen) - grad log policy(rejected))` (equation 8), with z = beta
+(d(chosen) - d(rejected)). A forward pass before each optimizer step computes z, so that a microbatch can hold one
+response of a pair alone. The loss corrects neither for the policy that generated the responses nor for their age.
 """
 
 from collections.abc import Mapping, Sequence

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from ..base.types import Group, TrainBatch, has_variance, without_rounding
+from ..base.types import Group, TrainBatch, differ
 from ..config import AlgorithmConfig
 from .loss import clipped_surrogate, correction, dual_clipped, masked, regularised
 from .rl_algorithm import LossAndMetrics, RLAlgorithm, TokenValues
@@ -34,8 +34,7 @@ STD_EPSILON = 1e-6  # in the unit of rewards; bounds the advantages of nearly eq
 
 
 def rewards_of(group: Group) -> np.ndarray:
-    """Returns the rewards of the group's samples, in float64. Raises ValueError, naming the prompt, for a reward that
-    is not finite."""
+    """Returns the rewards of the group's samples, in float64. Raises ValueError for a reward that is not finite."""
     rewards_G = np.array([sample.reward.value for sample in group.samples], np.float64)
     if not np.isfinite(rewards_G).all():
         raise ValueError(f"prompt {group.prompt.id}: rewards must be finite, got {rewards_G.tolist()}")
@@ -44,14 +43,9 @@ def rewards_of(group: Group) -> np.ndarray:
 
 def relative(rewards: np.ndarray, normalize: bool) -> np.ndarray:
     """Returns `R_i - mean(R)`, divided by `std(R) + 1e-6` with `normalize`; exactly 0 for equal rewards."""
-    if len(set(without_rounding(rewards.tolist()))) < 2:  # the computed mean of equal numbers may differ from them
+    if not differ(rewards.tolist()):  # the computed mean of equal numbers may differ from them
         return np.zeros_like(rewards)
     return (rewards - rewards.mean()) / (rewards.std(ddof=1) + STD_EPSILON if normalize else 1.0)
-
-
-def zero_variance_groups(groups: Sequence[Group]) -> int:
-    """Counts the groups whose rewards are all equal, but for rounding."""
-    return sum(not has_variance(group) for group in groups)
 
 
 def clipped_loss(
@@ -80,9 +74,8 @@ class GRPO(RLAlgorithm):
     def token_loss(
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
     ) -> LossAndMetrics:
-        """Returns the loss that the module's docstring defines, and metrics of each token: `ratio` is r;
-        `clip_fraction` is 1 if clipping removes the gradient, `dual_clip_fraction` if dual clipping does. `regularised`
-        adds metrics."""
+        """Returns the loss of the module's docstring, and metrics of each token: `ratio` is r; `clip_fraction` is 1 if
+        clipping removes the gradient, `dual_clip_fraction` if dual clipping does. `regularised` adds metrics."""
         loss_BT, metrics = clipped_loss(logprobs_BT, batch.advantages_BT, batch, cfg)
         return regularised(loss_BT, metrics, logprobs_BT, entropies_BT, batch, cfg)
 

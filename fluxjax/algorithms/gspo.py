@@ -2,11 +2,10 @@
 
     -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i),     s_i = (policy(o_i) / behaviour(o_i))**(1 / |o_i|)
 
-(equations 5 and 7), averaged over responses. The gradient of s_i is `s_i mean_t grad log policy(o_t)` (equation 10).
-A token can compute its part of that gradient alone, from `sg(s_i) policy(o_t) / sg(policy(o_t))` (GSPO-token,
-equation 14). So the tokens of a response may lie in several microbatches. A forward pass before each optimizer step
-computes s_i. Advantages are GRPO's. The clip bounds are narrow (3e-4 and 4e-4, section 5.1), because a mean of logs
-over a response varies little.
+(equations 5 and 7), averaged over responses. The gradient of s_i is `s_i mean_t grad log policy(o_t)` (equation 10). A
+token can compute its part of that gradient alone, from `sg(s_i) policy(o_t) / sg(policy(o_t))` (GSPO-token, equation
+14). So a response's tokens may lie in several microbatches. A forward pass before each optimizer step computes s_i.
+Advantages are GRPO's. The clip bounds are narrow (3e-4 and 4e-4, section 5.1), because means of logs vary little.
 """
 
 import jax

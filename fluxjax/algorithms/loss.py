@@ -122,9 +122,8 @@ def regularised(
     batch: TrainBatch,
     cfg: AlgorithmConfig,
 ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
-    """Returns `loss - entropy_coefficient * entropy + kl_coefficient * KL(policy || reference)` for tokens that are
-    trained on, else 0. The loss has no KL term if the reward has it. Adds the metric `reference_kl`, the estimated KL
-    in nats, if there is a KL coefficient."""
+    """Returns `loss - entropy_coefficient * entropy + kl_coefficient * KL(policy || reference)` for trained tokens,
+    else 0. The loss has no KL term if the reward has it. A KL coefficient adds the metric `reference_kl` (nats)."""
     trained_BT = batch.loss_weights_BT != 0.0
     loss_BT = masked(loss_BT, trained_BT)
     if cfg.entropy_coefficient > 0.0:
@@ -150,9 +149,8 @@ def log_ratio(policy: Any, behaviour: Any) -> Any:
 
 
 def log_weight(ratio: Any, lag: Any, cfg: ImportanceConfig) -> tuple[Any, Any]:
-    """Returns (log w, whether C changed the ratio) for numpy or JAX arrays, by the formula in the head of this file.
-    `ratio` is `log(proximal / behaviour)` in nats, of tokens or responses; a `lag` of -1 counts as 0. A masked token
-    has the log-weight `-inf`."""
+    """Returns (log w, whether C changed the ratio), by the formula in the head of this file. `ratio` is `log(proximal /
+    behaviour)` in nats, of tokens or responses; a `lag` of -1 counts as 0. A masked token has the log-weight `-inf`."""
     xp = ratio.__array_namespace__()
     changed = xp.zeros_like(ratio, dtype=bool)
     corrected, (low, high) = ratio, cfg.bounds

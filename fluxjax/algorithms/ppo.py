@@ -65,15 +65,12 @@ def value_loss(values_BT: TokenValues, batch: TrainBatch, value_clip: float = VA
 def gae(
     rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: np.ndarray | float, decay: float
 ) -> np.ndarray:
-    """Returns the advantage of each token. `lengths` has the number of tokens of each response; `gamma` is a number for
-    each token, or one for all; `decay` is lambda. Raises ValueError if the numbers of rewards, values and tokens
-    differ."""
+    """Returns the advantage of each token. `lengths` are the responses' numbers of tokens; `gamma` is one for each
+    token, or one for all; `decay` is lambda. Raises ValueError if rewards, values and tokens differ in number."""
     rewards, values = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
     lengths = np.asarray(lengths, np.int64)
     if not len(rewards) == len(values) == lengths.sum():
-        raise ValueError(
-            f"{len(rewards)} rewards, {len(values)} values and {lengths.sum()} tokens; the three must be equal"
-        )
+        raise ValueError(f"{len(rewards)} rewards, {len(values)} values and {lengths.sum()} tokens; they must be equal")
     ends, gamma = np.cumsum(lengths), np.broadcast_to(gamma, len(values))
     advantages = np.zeros(len(values))
     following, value_after = np.zeros(len(lengths)), np.zeros(len(lengths))  # A and V of the next token, by response

@@ -33,8 +33,7 @@ class ReinforcePlusPlusBaseline(GRPO):
 
 
 def _normalised_over_tokens(groups: Sequence[Group], values: Sequence[np.ndarray]) -> list[Group]:
-    """Normalises to `(value - mean) / sqrt(variance + 1e-8)`, with mean and variance over the step's tokens (divisor:
-    tokens - 1)."""
+    """Returns `(value - mean) / sqrt(variance + 1e-8)`, with both over the step's tokens (divisor: tokens - 1)."""
     flat = np.concatenate([*values, np.zeros(0)])
     tokens = np.array([sample.response.num_trained for group in groups for sample in group.samples], np.int64)
     count = tokens.sum()

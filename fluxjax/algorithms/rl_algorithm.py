@@ -47,8 +47,7 @@ class RLAlgorithm:
     ) -> LossAndMetrics:
         """Returns the loss of each token, and named per-token metrics. The values of tokens whose loss weight is 0 are
         ignored. A metric of the step is the mean of its values over the trained tokens (`loss_weights_BT != 0`). The
-        learner adds the metrics of all algorithms: entropy, and the gap between the engine's log-probs and the
-        trainer's."""
+        learner adds metrics of all algorithms: the entropy, and the gap of the engine's and the trainer's log-probs."""
         raise NotImplementedError
 
     def couple(

@@ -19,8 +19,7 @@ def advantages(groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
 def token_loss(
     logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
 ) -> LossAndMetrics:
-    """Returns the loss `-log p(token)` in nats, also as the metric `nll`. The metric is a mean over the trained
-    tokens, without their loss weights."""
+    """Returns the loss `-log p(token)` in nats, also as the metric `nll`, whose mean has no loss weights."""
     trained_BT = batch.loss_weights_BT != 0.0
     loss_BT = masked(-logprobs_BT, trained_BT)
     return loss_BT, {"nll": loss_BT}

@@ -52,8 +52,7 @@ def _heard(number: int, frame: types.FrameType | None) -> None:
 @contextlib.contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Calls `stop` at the first Ctrl-C and at the first SIGTERM within the block. A second signal of the same kind has
-    its usual effect. Does nothing after `hear_signals`, and outside the main thread, where Python handles no
-    signals."""
+    its usual effect. Does nothing after `hear_signals`, and outside the main thread, which alone gets signals."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(_NUMBERS[0]) is _heard:
         yield
         return

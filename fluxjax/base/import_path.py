@@ -23,10 +23,8 @@ def imported(path: str, field: str, offers: Callable[[Any], bool]) -> Any:
         ) from error
     value = getattr(module, attribute, None)
     if value is None:
-        known = [name for name, candidate in vars(module).items() if offers(candidate)]
-        raise ConfigError(
-            f"{field} is {path!r}, but {module_name} has no {attribute!r}; it has {', '.join(known) or 'none'}"
-        )
+        known = ", ".join(name for name, candidate in vars(module).items() if offers(candidate))
+        raise ConfigError(f"{field} is {path!r}, but {module_name} has no {attribute!r}; it has {known or 'none'}")
     return value
 
 

@@ -36,14 +36,12 @@ def keep_freed_memory() -> bool:
 
 def give_back_large_blocks() -> bool:
     """Undoes `keep_freed_memory` for blocks of at least 32 MiB. With a large model, the holes that freed arrays leave
-    in the heap exceed a second copy of the weights. Returns False, and changes nothing, if the C library is not
-    glibc."""
+    exceed a second copy of the weights. Returns False, and changes nothing, if the C library is not glibc."""
     return _set_malloc((_MMAP_THRESHOLD, _LARGE_BLOCK), (_MMAP_MAX, _DEFAULT_MMAP_MAX))
 
 
 def _set_malloc(*options: tuple[int, int]) -> bool:
-    """Gives each (option, value) to glibc's `mallopt`, up to the first refused pair. Returns whether all were
-    accepted."""
+    """Gives each (option, value) to glibc's `mallopt`, up to the first refused pair. Returns True if none is."""
     try:
         libc = ctypes.CDLL(None)
         libc.gnu_get_libc_version  # noqa: B018  other C libraries have a mallopt that does nothing
@@ -85,8 +83,7 @@ INSTRUCTIONS = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU ",
 
 
 def cache_folder() -> pathlib.Path:
-    """Returns the folder for compiled programs and embedded data sets: `$XDG_CACHE_HOME/fluxjax`, or else
-    `~/.cache/fluxjax`."""
+    """Returns the folder `fluxjax` of `$XDG_CACHE_HOME` (`~/.cache`), for compiled programs and embedded data sets."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     return (pathlib.Path(cache) if cache else pathlib.Path.home() / ".cache") / "fluxjax"
 

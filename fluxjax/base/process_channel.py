@@ -32,8 +32,7 @@ class WithArrays(NamedTuple):
 
 
 class Channel:
-    """One end of the channel. Methods raise EOFError if the other process has ended, and TimeoutError if it takes too
-    long."""
+    """One end of the channel. Methods raise EOFError if the other process has ended, TimeoutError if it is too slow."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end

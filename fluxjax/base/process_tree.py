@@ -1,5 +1,4 @@
-"""The living descendants of a process, and their memory. Linux only: elsewhere a process seems to be alone and to need
-no memory."""
+"""The living descendants of a process, and their memory. Linux only: elsewhere, none are found."""
 
 import contextlib
 import os

@@ -24,9 +24,8 @@ class HostStage:
 class HostStatus:
     """The state of a process after a step. `memory_bytes` is the resident memory. `device_memory_bytes` is the peak of
     the fullest device, 0 if no device reports a peak. `step` counts training steps since the start of the processes.
-    `wait_seconds` are the seconds before and within the step in which the process waited for orders or for the other
-    processes' agreement. `idle` are the seconds of `train` in which the process's devices waited for other devices, or
-    None without `odc`."""
+    `wait_seconds` are those, before and within the step, of waits for orders or for the other processes' agreement.
+    `idle` are the seconds of `train` in which the process's devices waited for other devices, or None without `odc`."""
 
     process: int
     host: str

@@ -1,5 +1,4 @@
-"""Records the time of a run as named spans on lanes. Times the compilations of this process, and names its present
-activity."""
+"""Records the time of a run as named spans on lanes. Times this process's compilations, and names its activity."""
 
 import collections
 import contextlib
@@ -21,8 +20,7 @@ _activities: list[str | Callable[[], str]] = []
 @dataclasses.dataclass(frozen=True)
 class Span:
     """A time in which one lane was busy. `name` is a stage or other work, such as `compile`. `lane` names the worker,
-    such as an engine. `start` and `end` are seconds on the timeline's clock. `step` counts from 1, and is 0 for work of
-    no step."""
+    such as an engine. `start` and `end` are seconds on the timeline's clock. `step` is 0 for work of no step."""
 
     name: str
     lane: str
@@ -128,8 +126,7 @@ def working_time() -> float:
 
 @contextlib.contextmanager
 def activity(words: str | Callable[[], str]) -> Iterator[None]:
-    """Makes `words` the activity of this process in the `with` body. If `words` is a function, any thread may call
-    it."""
+    """Makes `words` the activity of this process in the `with` body. Any thread may call a function `words`."""
     _activities.append(words)
     try:
         yield

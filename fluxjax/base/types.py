@@ -124,10 +124,15 @@ def without_rounding(values: Sequence[float]) -> list[float]:
     return [smallest[value] for value in values]
 
 
+def differ(values: Sequence[float]) -> bool:
+    """Says whether the values differ by more than rounding."""
+    return len(set(without_rounding(values))) > 1
+
+
 def has_variance(group: Group, of: str = "value") -> bool:
     """Says whether the group's rewards differ by more than rounding in the field `of` (`value` or `correct`). DAPO's
     dynamic sampling (arXiv:2503.14476, section 3.2) skips groups without variance, whose GRPO advantages are 0."""
-    return len(set(without_rounding([float(getattr(sample.reward, of)) for sample in group.samples]))) > 1
+    return differ([float(getattr(sample.reward, of)) for sample in group.samples])
 
 
 @typing.no_type_check  # see `models.inputs.VisionInput`
@@ -135,9 +140,8 @@ def has_variance(group: Group, of: str = "value") -> bool:
 @dataclasses.dataclass(frozen=True)
 class TrainBatch:
     """One microbatch of packed rows with its training targets, all aligned with `inputs.tokens_BT`. The loss of a step
-    is the sum over microbatches, rows and tokens of `loss_weights_BT * token_loss_BT`. The weights include every
-    normalisation (by tokens, sequences, groups, or a constant). Loss and gradients therefore do not depend on packing,
-    microbatching or sharding."""
+    is the sum over microbatches, rows and tokens of `loss_weights_BT * token_loss_BT`. The weights include all
+    normalisation (by tokens, sequences, groups, a constant), so that packing and sharding do not change the loss."""
 
     inputs: PackedTokens
     loss_weights_BT: Float32[AnyArray, "B T"]  # 0 for tokens that are not trained on

@@ -179,10 +179,9 @@ class WorkerPool:
         urgent: bool = False,
         received: Received = lambda result, number, array: None,
     ) -> Any:
-        """Returns the function's result, at most `seconds` after a process has the argument. `received` is called for
-        each array after the result, with the result, the array's number and the array. Each array may take further
-        `seconds`. Urgent calls go before other calls. Raises WorkerTimeout, WorkerDied, WorkerError, and RuntimeError
-        once the pool is closed."""
+        """Returns the function's result, at most `seconds` after a process has the argument. `received(result, number,
+        array)` is called for each array after the result. Each array may take `seconds` more. Urgent calls go before
+        others. Raises WorkerTimeout, WorkerDied, WorkerError, or RuntimeError after `close`."""
         seconds = self.seconds if seconds is None else seconds
         held = self._hold(urgent)
         try:
@@ -195,8 +194,7 @@ class WorkerPool:
         return await asyncio.wrap_future(self._in_thread(self.call, argument, seconds))
 
     async def ahold(self) -> HeldWorker:
-        """Waits for a process, and holds it for the calls of one caller. Raises WorkerDied, and RuntimeError once the
-        pool is closed."""
+        """Waits for a process, and holds it for one caller. Raises WorkerDied, or RuntimeError after `close`."""
         holding = self._in_thread(self._hold)
         try:
             return await asyncio.wrap_future(holding)
@@ -215,8 +213,7 @@ class WorkerPool:
         return self._threads.submit(function, *arguments)
 
     def _reply(self, process: _Process, argument: Any, seconds: float, received: Received) -> dict[str, Any]:
-        """Sends an argument to a process and returns the message of its answer. After an error, the process can't be
-        used any more."""
+        """Sends an argument to a process and returns the message of its answer. It is useless after an error."""
         process.jobs += 1
         try:
             job = {"number": process.jobs, "argument": argument, "seconds": seconds}
@@ -310,8 +307,7 @@ class WorkerPool:
         raise RuntimeError(self._closed_text)
 
     def _idle_one(self) -> _Process | None:
-        """Returns an idle process, or None if the caller must start a process. A patient pool waits for an idle
-        process."""
+        """Returns an idle process, for which a patient pool waits, or None if the caller must start one."""
         with self._changed:
             while self._patient:
                 self._changed.wait_for(lambda: self._idle or self._closed or not self._starting)

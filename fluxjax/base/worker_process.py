@@ -90,18 +90,16 @@ def end_with_run(descriptor: int) -> None:
 
 
 def bound_memory(allowed: int) -> None:
-    """Bounds the address space to its present size plus `allowed` bytes, if the system has this bound and `allowed` is
-    not 0. A crash leaves no core file. If the machine's memory runs out, the system kills this process rather than the
-    run."""
+    """Bounds the address space to its present size plus `allowed` bytes, where the system can, unless `allowed` is 0. A
+    crash leaves no core file. If memory runs out, the system kills this process, not the run."""
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if allowed:
             pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + allowed
             hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-            resource.setrlimit(
-                resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
-            )
+            soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     with contextlib.suppress(OSError):
         pathlib.Path("/proc/self/oom_score_adj").write_text(FIRST_VICTIM)
 

@@ -83,11 +83,6 @@ class Composer:
         """Returns the same composer for another number of devices."""
         return Composer(self._config, num_devices, self._vision, self._text, self.shapes)
 
-    @property
-    def num_shapes(self) -> int:
-        """The number of compiled shapes of microbatches."""
-        return len(self.shapes)
-
     def check(self) -> None:
         """Raises ConfigError for rollouts that are longer than the devices of one sequence can hold. Does nothing under
         `fsdp`, for which `Config.validate` compares the lengths."""
@@ -206,8 +201,7 @@ class Team:
         self, config: Config, place_of: Callable[[str], str], expect: Callable[[Iterable[TrainBatch]], None] | None
     ) -> None:
         """Sets what `laid_out` needs from a run with the configuration `config`. `place_of` returns the preprocessor
-        that holds a ticket's medium. `expect` is called with the batches that this process will read (None: batches
-        need no pixels)."""
+        that holds a ticket's medium. `expect` gets the batches that this process will read (None: without pixels)."""
         self._expect = expect
 
     def composed(
@@ -263,9 +257,8 @@ class Team:
         """Sends all other processes a `hosts.orders.Order`. Raises LinkError if a process has failed."""
 
     def whole(self, make: Callable[[], Params], mesh: Mesh, *, adapters: bool = False) -> Params:
-        """Returns the weights of `make` as complete arrays in the memory of process 0. Orders the other processes to
-        take part in the gathering. With `adapters`, the weights are those of adapters. A process that is alone gets the
-        result of `make` unchanged."""
+        """Returns the weights of `make` as complete arrays in the memory of process 0. Orders the others to take part.
+        With `adapters`, these are the adapters' weights. A process that is alone gets the result of `make`."""
         return make()
 
     def stepped(self, idle: float | None = None) -> None:
@@ -273,8 +266,7 @@ class Team:
         nothing. `idle` is the field of `HostStatus`. Raises LinkError if a process has failed."""
 
     def statuses(self) -> list[HostStatus]:
-        """Returns the newest statuses, in the order of processes: all statuses in process 0, else only this process's
-        status. Empty if the process is alone."""
+        """Returns the newest statuses: of all processes in process 0, else of this one; none if it is alone."""
         return []
 
     def close(self) -> None:
@@ -303,8 +295,7 @@ def _by_number(groups: Sequence[Group]) -> tuple[Sequence[Group], np.ndarray]:
 
 
 def _observed(columns: Columns, prompt: PreparedPrompt) -> Mapping[int, PromptInput]:
-    """Returns the inputs of the responses whose observations have media, by index. Raises ValueError for inputs of
-    another length than the response."""
+    """Returns the inputs of responses that observed media, by index. Raises ValueError for inputs of another length."""
     observed: dict[int, PromptInput] = {}
     numbers: list[list[int]] = columns.numbers_G4.tolist() if prompt.responses else []
     for k, (sample, length, *_) in enumerate(numbers):
@@ -325,8 +316,7 @@ def given_response(draw: int, ids: Sequence[int]) -> Response:
 
 
 def sft_groups(prompts: Sequence[PreparedPrompt], answers: Sequence[Sequence[int] | Response]) -> list[Group]:
-    """Returns one group for each prompt, whose only response is the given answer: its token ids with the stop id, or a
-    response with observations."""
+    """Returns a group for each prompt, with the given answer alone: token ids with the stop id, or a response."""
     groups = []
     for prepared, answer in zip(prompts, answers, strict=True):
         response = answer if isinstance(answer, Response) else given_response(prepared.prompt.draw, answer)

@@ -21,9 +21,8 @@ PerToken: TypeAlias = Sequence[jax.Array | np.ndarray]  # an array `[B, T]` for 
 @dataclasses.dataclass(frozen=True)
 class Microbatch:
     """A batch of rows that is computed at once. `owner` is the device that computes the batch alone, or None if all
-    devices compute the batch together. `work` is the predicted cost of the batch for its busiest device, in any unit,
-    or None if the strategy predicts no costs. `layout` is the layout of the batch's shard plan, or None if there is no
-    plan."""
+    devices compute the batch together. `work` is the predicted cost for its busiest device, in any unit, or None if the
+    strategy predicts none. `layout` is that of the shard plan, if there is one."""
 
     batch: TrainBatch
     owner: int | None = None
@@ -72,8 +71,7 @@ class Composition:
         return np.bincount(responses, values, minlength=len(self.keys))
 
     def scattered(self, values: np.ndarray) -> list[np.ndarray]:
-        """Returns an array `[B, T]` for each microbatch, from a value for each token, response after response. All
-        other cells are 0."""
+        """Returns an array `[B, T]` for each microbatch, from a value for each response token in turn; else 0."""
         shapes_BT = [batch.loss_weights_BT.shape for batch in self.batches]
         sizes = [math.prod(shape) for shape in shapes_BT]
         flat = np.zeros(sum(sizes), np.float32)

@@ -30,8 +30,7 @@ from .share import PROMPT, Groups, Outline, Piece, Row, Share, Source, TrainGrou
 
 @dataclasses.dataclass
 class Spans:
-    """The spans of all prompts and responses of a microbatch. Columns are counted within a row, features within a
-    shard."""
+    """The spans of a microbatch's prompts and responses. Columns are counted within a row, features within a shard."""
 
     total: int  # number of cells
     prompts: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # first cell, segment, first feature
@@ -49,8 +48,7 @@ class Spans:
     advantages: list[np.ndarray] = dataclasses.field(default_factory=list)  # of each response, or of each of its turns
 
     def place(self, row: Row, cell: int, groups: Groups, features: Mapping[Source, int], share: bool) -> None:
-        """Appends the spans of a row that begins at `cell`. `features` has the first feature of each prompt and each
-        response with media."""
+        """Appends the spans of a row from `cell` on. `features` has the first of each sequence with media."""
         column = 0
         for segment, piece in enumerate(row, 1):
             group = groups[piece.item]
@@ -92,8 +90,7 @@ def lay_out(share: Share, room: Room, tempered: bool) -> Composition:
 
 
 def _written(outlines: Sequence[Outline], share: Share, room: Room, tempered: bool) -> Composition:
-    """Returns the microbatches of `outlines`. In a microbatch that all devices compute together, only the rows of the
-    share's devices are written."""
+    """Returns the microbatches of `outlines`. Of those that all devices compute, only the share's rows are written."""
     microbatches: list[Microbatch] = []
     keys: list[tuple[int, int]] = []
     cells, counts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
@@ -193,13 +190,7 @@ def _zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
-_FLOATS = (
-    "loss_weights_BT",
-    "advantages_BT",
-    "behaviour_logprobs_BT",
-    "reference_logprobs_BT",
-    "response_log_ratios_BT",
-)
+_FLOATS = "loss_weights_BT", "advantages_BT", "behaviour_logprobs_BT", "reference_logprobs_BT", "response_log_ratios_BT"
 _PADDING = {"feature_index_BT": -1, "lags_BT": -1, "temperatures_BT": 1.0}  # other fields: 0
 
 
@@ -215,8 +206,7 @@ def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout, devices: range)
 
 
 def _on(layout: SizedLayout, devices: range, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns (index of each cell within the rows of `devices`, whether the cell is in these rows, number of cells of
-    these rows)."""
+    """Returns (each cell's index within the rows of `devices`, whether it is in them, the number of their cells)."""
     at, size = cells - devices.start * layout.columns, len(devices) * layout.columns
     return at, (at >= 0) & (at < size), size
 
@@ -306,8 +296,7 @@ def _train_batch(
 def _media(
     rows: Iterable[Row], groups: Groups, num_patches: int, vision: VisionConfig
 ) -> tuple[VisionInput, dict[Source, int]]:
-    """Returns a shard's vision buffer, with the media of each prompt and response once. Also returns the index of the
-    first merged feature of each."""
+    """Returns a shard's vision buffer, with the media of each sequence once, and each one's first feature."""
     first: dict[Source, int] = {}
     parts: list[VisionInput] = []
     used = 0

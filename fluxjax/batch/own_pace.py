@@ -149,9 +149,8 @@ class OwnPace:
 
     def _filled(self, part: Part, shorter: Sequence[Piece], frame: int) -> tuple[ShardPlan, list[Piece]]:
         """Adds some of the `shorter` sequences, longest first, to idle devices of the plan of `part`. Returns the new
-        plan, and the added sequences. No device gets more tokens, or more attention work, than the fullest device of
-        the plan has, so that the microbatch takes no more time. Media only have to fit, because they are spread evenly
-        over a replica's devices."""
+        plan, and the added sequences. No device gets more tokens or attention work than the fullest device has, so that
+        the microbatch takes no more time. Media, spread evenly over a replica's devices, only have to fit."""
         plan, patches, replica = part.plan, self._room.whole_patches, self._replica
         squares = dataclasses.replace(plan, work=tuple(piece.squares for piece in part.pieces)).compute()
         loads_D2 = np.stack([plan.rows(), squares], axis=1)
@@ -195,9 +194,7 @@ def _within(members: Sequence[int], pieces: Sequence[Piece], cap: int) -> list[l
 
 def work_of(estimate: Estimate, pieces: Sequence[Piece]) -> np.ndarray:
     """Returns the estimated work of each piece, with its media."""
-    sizes = np.array(
-        [(piece.tokens, piece.squares, piece.patches + piece.observed) for piece in pieces], float
-    ).reshape(-1, 3)
+    sizes = np.array([(p.tokens, p.squares, p.patches + p.observed) for p in pieces], float).reshape(-1, 3)
     return np.asarray(estimate(*sizes.T), float)
 
 

@@ -67,10 +67,9 @@ class Room:
 
 
 class Part:
-    """The `pieces` of some groups, and the `plan` of their devices. Each piece is computed as one sequence. `owner` and
-    `work` are those of `Microbatch`. With an owner, the plan has one device. `shaped` means that the plan was made for
-    rows of a given length. `frame` bounds the patches of a frame pair. Raises PlanError if the tokens or patches of a
-    device exceed `room`."""
+    """The `pieces` of some groups, and the `plan` of their devices. Each piece is one sequence. `owner` and `work` are
+    those of `Microbatch`; an owner is the plan's only device. `shaped`: the plan was made for rows of a given length.
+    `frame` bounds the patches of a frame pair. Raises PlanError if a device's tokens or patches exceed `room`."""
 
     layout: Layout
     media: SpreadMedia | None  # None for a text model
@@ -217,8 +216,7 @@ class SpreadMedia:
     def _way(
         self, device: np.ndarray, feature: np.ndarray, rows: int, sizes: Sizes
     ) -> tuple[ExchangeRoute, np.ndarray]:
-        """Returns the route of the features, and the row where each token finds its feature. Token i is on `device[i]`
-        and shows `feature[i]`."""
+        """Returns the features' route, and each token's row in it. Token i is on `device[i]` and shows `feature[i]`."""
         owners = self._owners
         order = np.argsort(owners, kind="stable")
         ends = np.cumsum(self._sizes[order])

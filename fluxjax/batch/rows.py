@@ -40,8 +40,7 @@ class Budget:
 
     @classmethod
     def of(cls, config: Config, num_shards: int, vision: VisionConfig | None) -> Budget:
-        """Returns the sizes that `config.packing` allows. Raises ConfigError if a buffer of these sizes can hold
-        nothing."""
+        """Returns the sizes that `config.packing` allows. Raises ConfigError if such a buffer can hold nothing."""
         packing = config.packing
         unit = vision.merge_unit if vision is not None else 0
         for field, least in (("tokens_per_row", 2), ("rows_per_device", 1), ("patches_per_device", unit)):
@@ -55,8 +54,7 @@ class Budget:
 
 
 class RowPacking:
-    """Packs groups into rows, equally many on each device. All rows have the same length, or fitted lengths (`fitted`)
-    if these hold less padding."""
+    """Packs groups into rows, equally many on each device, of one length or, for less padding, of fitted lengths."""
 
     def __init__(
         self, config: Config, num_shards: int, vision: VisionConfig | None, shapes: ShapeBook, chunk: int = 0
@@ -124,9 +122,8 @@ class RowPacking:
 
 
 def _rows_cost(sizes: Mapping[str, int]) -> float:
-    return sizes["rows"] * sizes["columns"] + sum(
-        size_weight(name) * sizes.get(name, 0) for name in ("patches", "frame")
-    )
+    media = sum(size_weight(name) * sizes.get(name, 0) for name in ("patches", "frame"))
+    return sizes["rows"] * sizes["columns"] + media
 
 
 def cells_of(plan: Iterable[Outline]) -> int:
@@ -198,8 +195,7 @@ def _first_fit(pieces: Sequence[Piece], budget: Budget) -> list[Row]:
 
 
 def _chain(items: Sequence[Item], budget: Budget) -> list[Row]:
-    """Packs groups in order. A group begins in the row where the previous group ends, and may continue in the next
-    rows."""
+    """Packs groups in order. A group begins in the row where the last group ends, and may go on in the next rows."""
     rows: list[list[Piece]] = []
     free = patches = 0
     for index, item in enumerate(items):
@@ -228,8 +224,7 @@ def _chain(items: Sequence[Item], budget: Budget) -> list[Row]:
 def _spread(rows: Sequence[Row], budget: Budget, most: int = 0, tokens: int = 0) -> list[Outline]:
     """Deals rows to the shards of microbatches. A shard has at most `most` rows (0: as `budget` allows) of `tokens`
     tokens (0: `budget.tokens_per_row`). A row goes to the shard where the row adds the fewest patches. Ties go to the
-    shard with the fewest patches, then to the shard with the fewest rows. A row that fits in no shard waits for the
-    next microbatch."""
+    fewest patches, then to the fewest rows. A row that fits in none waits for the next microbatch."""
     waiting = sorted(rows, key=lambda row: row[0])
     media = any(piece.patches or piece.observed for row in rows for piece in row)
     allowed = (most,) if most else budget.rows

@@ -1,5 +1,4 @@
-"""A step before its arrays are written: groups, pieces of groups, outlines of microbatches, and the share of each
-process.
+"""A step before its arrays are written: groups, their pieces, outlines of microbatches, and shares of processes.
 
 Process 0 plans a step from sizes alone. Every other process gets its share, and reads no prompt, response or pixel of
 other shares. If sequences are spread over devices, every share has the sizes of all sequences, because the positions of
@@ -75,8 +74,7 @@ def patches_of(pieces: Iterable[Piece]) -> int:
 
 class TrainGroup(NamedTuple):
     """A group to lay out: its prompt, the columns of its non-empty responses, for each response the loss weight
-    (float64) of a token, and the inputs of the responses whose observations have media, by index
-    (`PreparedPrompt.responses`)."""
+    (float64) of a token, and the inputs of responses that observed media, by index."""
 
     name: str  # name of the prompt, for error messages; empty in processes that do not plan
     inputs: PromptInput
@@ -133,11 +131,9 @@ def check(
                 f"{longest}, more than {row} = {tokens}"
             )
         observed = max(item.observed, default=0)
-        if item.patches + observed > patches:
+        if (seen := item.patches + observed) > patches:
             whose = "its media" if not observed else "its media and those that one of its responses observed"
-            raise ConfigError(
-                f"prompt {item.name}: {whose} have {item.patches + observed} patches, more than {media} = {patches}"
-            )
+            raise ConfigError(f"prompt {item.name}: {whose} have {seen} patches, more than {media} = {patches}")
 
 
 def pieces_of(
@@ -177,8 +173,7 @@ def _held(item: Item, patches: int) -> list[tuple[int, ...]]:
 
 
 def runs_of(pieces: Sequence[Piece], share_prompts: bool) -> int:
-    """Returns the number of runs of these pieces in a table (`PackedRuns`). With `share_prompts`, each prompt and each
-    response is a run, else each piece."""
+    """Returns the number of runs of these pieces: prompts and responses with `share_prompts`, else pieces."""
     return sum(1 + len(piece.responses) if share_prompts else 1 for piece in pieces)
 
 
@@ -193,8 +188,7 @@ def chunks_for(columns: int, runs: int, chunk: int) -> int:
 
 
 def most_chunks(config: Config) -> int:
-    """Returns the number of chunks for a row of `packing.tokens_per_row` tokens with all prompts and responses of a
-    step."""
+    """Returns the number of chunks for a row of `packing.tokens_per_row` tokens with all sequences of a step."""
     columns, rollout = config.packing.tokens_per_row, config.rollout
     runs = min(columns, rollout.prompts_per_step * (1 + rollout.group_size))
     return chunks_for(columns, runs, chunk_size(columns))
@@ -278,8 +272,7 @@ class Outline:
         return dataclasses.replace(self, shards=()) if elsewhere else self
 
     def items_on(self, shards: range) -> set[int]:
-        """Returns the items that have a token or a frame on one of these devices. `self` is the result of
-        `of(shards)`."""
+        """Returns the items with a token or a frame on one of these devices. `self` is the result of `of(shards)`."""
         if self.part is None or self.owner is not None:
             return {piece.item for piece in self.pieces}
         return self.part.items_on(shards)
@@ -310,9 +303,8 @@ class Share:
 
     def cut(self, processes: int) -> list[Share]:
         """Returns the shares of `processes` processes. A share has the rows of the process's devices, and the groups of
-        these rows. A process needs the groups that have a token or a frame on one of its devices. Shares keep the order
-        of groups, which numbers the media, so that all processes compute the same exchange of vision features
-        (`sharding.spread.route`)."""
+        these rows. Shares keep the order of groups, which numbers the media, so that all processes compute the same
+        exchange of vision features (`sharding.spread.route`)."""
         count, shares = len(self.shards) // processes, list[Share]()
         for process in range(processes):
             shards = range(process * count, (process + 1) * count)

@@ -136,10 +136,8 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
     def plan(lengths: Sequence[int], squares: Sequence[float], most: int) -> ShardPlan:
         within = dataclasses.replace(limits, tokens_per_device=most)
         if cost is not None:
-            work, measured = (
-                forward_seconds(cost, lengths, squares),
-                functools.partial(cost.step_seconds, squares=squares),
-            )
+            work = forward_seconds(cost, lengths, squares)
+            measured = functools.partial(cost.step_seconds, squares=squares)
             return flex_ulysses(lengths, num_devices, within, work=work, cost=measured)
         work = mixing_work(text, lengths, squares)
         if strategy.name == "ulysses":
@@ -155,8 +153,7 @@ def _explained(error: PlanError) -> str:
 
 
 def _deal(pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
-    """Deals each piece, the longest first, to the microbatch with the fewest tokens. The pieces of a microbatch keep
-    their order in `pieces`."""
+    """Deals each piece, the longest first, to the microbatch with the fewest tokens. Its pieces keep their order."""
     if count == 1:
         return [list(pieces)]
     totals, members = [0] * count, [[] for _ in range(count)]

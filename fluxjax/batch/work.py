@@ -106,8 +106,7 @@ def _state_flops(text: TextConfig) -> float:
 
 
 def mixing_work(text: TextConfig | None, tokens: Numbers, squares: Numbers) -> np.ndarray:
-    """Returns the work of mixing the tokens of each sequence, in the unit of `squares`. Layers with Gated DeltaNet cost
-    in proportion to the length."""
+    """Returns the work of mixing each sequence's tokens, in the unit of `squares`. Gated DeltaNet's is linear."""
     if text is None:
         return np.asarray(squares, float)
     square = 2.0 * len(text.attention_layers) * text.num_heads * text.head_dim

@@ -16,8 +16,7 @@ PLAIN = str | int | float | bool | list | tuple | None  # types of the values of
 
 
 class Section:
-    """The base of the dataclasses of settings. A settled section refuses assignments; copies of the section accept
-    assignments."""
+    """The base of the dataclasses of settings. A settled section refuses assignments; its copies accept them."""
 
     __slots__ = ("_settled",)
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -114,8 +113,7 @@ def variant(kind: type) -> str:
 
 
 def scheduled(default: float, interval: str, why: str = "") -> Any:
-    """Declares a field that is a number or the text of a schedule. `interval` bounds the number, or the schedule's
-    values."""
+    """Declares a field that is a number or the text of a schedule. `interval` bounds the values."""
     declared: Any = within(default, interval, why)
     low, high = (float(end) for end in interval[1:-1].split(","))
     return dataclasses.field(default=default, metadata={**declared.metadata, "schedule": (low, high)})
@@ -171,8 +169,7 @@ def _check_section(name: str, value: Any, kind: type) -> None:
 
 
 def expand_home(section: Section | Mapping[str, Any]) -> None:
-    """Replaces a `~` at the start of a text, in a section or in sections within it, by the user's home, as shells
-    do."""
+    """Replaces a `~` at the start of a section's texts, at any depth, by the user's home, as shells do."""
     for name, value in children(section).items():
         if isinstance(value, Section | Mapping):
             expand_home(value)
@@ -181,8 +178,7 @@ def expand_home(section: Section | Mapping[str, Any]) -> None:
 
 
 def flatten(section: Section | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yields all fields as (dotted name, value), depth first in order of declaration; a choice yields its name, then
-    its fields."""
+    """Yields all fields as (dotted name, value), depth first, in order; a choice yields its name, then its fields."""
     for name, value in children(section).items():
         if isinstance(section, Section) and "choices" in section.__dataclass_fields__[name].metadata:
             yield f"{prefix}{name}", variant(type(value))

@@ -239,10 +239,8 @@ def read_file(selected: str, kind: type[C] = Config) -> C:
     except AttributeError as error:  # sections have slots: an unknown field ends here
         raise ConfigError(f"{path}: {_explain(error, kind)}") from error
     if not isinstance(config, kind):
-        wanted = f"{kind.__module__}.{kind.__name__}"
-        raise ConfigError(
-            f"{path}: get_config() must return a {wanted}, not {type(config).__module__}.{type(config).__name__}"
-        )
+        wanted, given = (f"{named.__module__}.{named.__name__}" for named in (kind, type(config)))
+        raise ConfigError(f"{path}: get_config() must return a {wanted}, not {given}")
     return config
 
 

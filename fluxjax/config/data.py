@@ -1,5 +1,4 @@
-"""The settings of prompts and their scores: sources, how media are preprocessed, and the bounds within which each kind
-of rewards is called."""
+"""The settings of prompts and scores: sources, preprocessing of media, bounds of calls for each kind of rewards."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -123,8 +122,7 @@ class SourceConfig(Section):
         return [term.reward or name for name, term in self.rewards.items()] or [self.reward]
 
     def validate_rewards(self, field: str) -> None:
-        """Raises `ConfigError` for rewards that exclude each other, for weights that can't be read, and for what only a
-        source with an environment has."""
+        """Raises `ConfigError` for rewards that exclude each other, unreadable weights, or lack of an environment."""
         if not self.environment and (self.environment_arguments or "environment" in self._rewards):
             what = "environment_arguments are" if self.environment_arguments else "reward 'environment' is"
             raise ConfigError(f"{field}.{what} given, but {field}.environment is empty; name the environment there")

@@ -223,8 +223,7 @@ class AlgorithmConfig(Section):
         return cls(**{"name": name, **OWN_SETTINGS.get(name, {}), **settings})
 
     def choose(self, name: str) -> None:
-        """Sets the own settings of the algorithm `name`. Own settings of the previous algorithm that were not changed
-        get their defaults."""
+        """Sets the own settings of the algorithm `name`. The previous one's, unless changed, get their defaults."""
         fresh = AlgorithmConfig()
         for field, value in OWN_SETTINGS.get(self.label, {}).items():
             if getattr(self, field) == value:
@@ -301,8 +300,7 @@ class CriticConfig(Section):
 
 @dataclasses.dataclass(slots=True)
 class LoraConfig(Section):
-    """LoRA (arXiv:2106.09685): adapters beside projections of the language model's layers are trained, and all other
-    weights stay as they are."""
+    """LoRA (arXiv:2106.09685): only adapters beside projections of the language model's layers are trained."""
 
     rank: int = not_negative(0)  # rank of an adapter's two matrices; 0: off, all weights are trained
     alpha: float = positive(32.0)  # the product of the two matrices counts alpha / rank times

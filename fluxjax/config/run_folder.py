@@ -44,8 +44,7 @@ def create(config: Config) -> tuple[pathlib.Path, contextlib.ExitStack]:
 
 
 def lock(folder: pathlib.Path) -> contextlib.ExitStack:
-    """Locks a run folder for this process as `lock_file` does. Raises `ConfigError` if the folder is in use, OSError if
-    it cannot be written."""
+    """Locks a run folder as `lock_file` does. Raises `ConfigError` if it is in use, OSError if it cannot be written."""
     try:
         return lock_file(folder / "lock", wait=False)
     except Timeout:
@@ -54,9 +53,8 @@ def lock(folder: pathlib.Path) -> contextlib.ExitStack:
 
 def lock_file(file: str | os.PathLike[str], *, wait: bool = True) -> contextlib.ExitStack:
     """Locks `file` for this process until the returned stack is closed or the process ends in any way. Forked children
-    do not hold the lock. On a file system without locks, nothing is locked, and the log has a warning. Raises
-    `filelock.Timeout` if another process holds the lock and `wait` is False, other OSErrors if the file cannot be
-    written."""
+    do not hold the lock. A file system without locks locks nothing, and warns. Raises `filelock.Timeout` if another
+    process holds the lock and `wait` is False, other OSErrors if the file cannot be written."""
     held = contextlib.ExitStack()
     try:
         held.enter_context(FileLock(file, blocking=wait, thread_local=False, fallback_to_soft=False))

@@ -58,9 +58,7 @@ class ServersConfig(Section):
                 "servers.python are for servers that the run starts: leave them out"
             )
         if self.colocated and not all(map(on_this_host, self.addresses)):
-            raise ConfigError(
-                "servers.colocated needs servers on this host, but servers.addresses has servers on other hosts"
-            )
+            raise ConfigError("servers.colocated needs servers on this host, but servers.addresses has others")
 
     @property
     def servers(self) -> int:

@@ -1,5 +1,4 @@
-"""Decides the next actions of a run, as a pure state machine: see `machine.py`. Each policy is a file in
-`policies/`."""
+"""Decides the next actions of a run, as a pure state machine (`machine.py`). Each policy is a file in `policies/`."""
 
 from .ledger import CoordinatorError as CoordinatorError
 from .ledger import Ledger as Ledger

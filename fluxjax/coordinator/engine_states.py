@@ -13,8 +13,7 @@ from .messages import Request, Turn
 
 
 class EngineStates:
-    """The engines' weights and loads. Policies read weights and loads, and call `route`; only the `Coordinator` changes
-    them."""
+    """The engines' weights and loads. Policies read these, and call `route`; only the `Coordinator` changes them."""
 
     def __init__(self, engines: int, degree: int = 1, kv_tokens: int = 0) -> None:
         self.degree = degree  # devices of each engine
@@ -169,8 +168,7 @@ class ParallelismPlanner:
         self._calm = 0  # steps since the last preemption or the last halving
 
     def next(self, preemptions: int) -> int:
-        """Returns the degree for the next step, after a step with `preemptions` preemptions in all engines together.
-        The first step never doubles the degree."""
+        """Returns the next step's degree after a step with so many preemptions. The first step never doubles it."""
         before, self._before = self._before, preemptions
         self._calm = 0 if preemptions else self._calm + 1
         wanted = self.degree

@@ -302,9 +302,8 @@ class Ledger:
         self._move(entry, PromptStage.RUNNING)
 
     def park(self, order: Park) -> None:
-        entry = self._at(
-            order.prompt, PromptStage.RUNNING, *(() if order.keep else (PromptStage.COMPLETE, PromptStage.SCORED))
-        )
+        also = () if order.keep else (PromptStage.COMPLETE, PromptStage.SCORED)
+        entry = self._at(order.prompt, PromptStage.RUNNING, *also)
         if order.attempt != entry.attempt:
             raise CoordinatorError(
                 f"request {order.request} can't be parked: attempt {entry.attempt} is the newest one of its prompt"
@@ -335,20 +334,15 @@ class Ledger:
 
     def score(self, response: Response) -> None:
         if self.unscored.pop(response.rid, None) is None:
-            raise CoordinatorError(
-                f"response {response.rid} can't be scored: it has not come, or was given out for scoring before"
-            )
+            raise CoordinatorError(f"response {response.rid} has not come, or was given out for scoring before")
         self._scoring.add(response.rid)
 
     def train(self, groups: Sequence[Group]) -> None:
-        """Enters that the gradients of these groups are computed, now or later in the step; `train_done` ends the
-        step."""
+        """Enters that these groups' gradients are computed, now or later in the step; `train_done` ends the step."""
         for group in groups:
             entry = self._at(group.prompt, PromptStage.SCORED)
             if group != entry.group():
-                raise CoordinatorError(
-                    f"draw {entry.prompt.draw}: the group to train on differs from the group that was scored"
-                )
+                raise CoordinatorError(f"draw {entry.prompt.draw}: its group differs from the group that was scored")
             self._move(entry, PromptStage.TRAINING)
 
     def skip(self, prompt: Prompt, reason: str) -> None:
@@ -369,8 +363,7 @@ class Ledger:
         return entry
 
     def _current(self, rid: str, kind: str) -> Entry | None:
-        """Returns the entry of response `rid`; None if a report about it is late. Raises `CoordinatorError` for an id
-        that no request has."""
+        """Returns a response's entry, None if its report is late. Raises `CoordinatorError` for an unknown `rid`."""
         draw, attempt, sample = _parse(rid)
         entry = self.entries.get(draw)
         if entry is None:

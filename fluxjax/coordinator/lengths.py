@@ -67,8 +67,7 @@ FEATURES = _DENSE + WORDS
 class Level:
     """A recursive ridge regression of ln(length) on `features`, with the variances of ln(length) `within` and `between`
     prompts. A level covers all sources, or one source; a source's `parent` is the level of all sources. Sufficient
-    statistics are exact. The weights are solved for again after every few responses. The regression looks back about
-    `_MEMORY` responses."""
+    statistics are exact. Weights are solved for again after every few responses, over about the last `_MEMORY`."""
 
     def __init__(self, parent: Level | None = None) -> None:
         self._parent = parent
@@ -94,8 +93,7 @@ class Level:
             self._settle()
 
     def learn(self, x: np.ndarray, y: float, weight: float, within: float | None, residual: float) -> None:
-        """Enters a response with its squared deviation `within` its group (None for a group's first response) and its
-        squared residual from the regression."""
+        """Enters a response with its squared deviation `within` its group (None for the first) and squared residual."""
         # Only the residual of a group's first response counts. The residuals of later responses are too small, since
         # the regression has learnt from the first response.
         if within is None:
@@ -169,8 +167,7 @@ def log_tail(z: float) -> float:
 
 
 def expected_tokens(mu: float, sigma: float, running: int = 0, limit: int = 0) -> float:
-    """Returns E[min(L, limit) | L > running] for ln L normal with mean `mu` and standard deviation `sigma`; if `limit`
-    is 0, there is no limit."""
+    """Returns E[min(L, limit) | L > running] for ln L normal with mean `mu` and deviation `sigma`; 0 is no limit."""
     if limit and running >= limit:
         return float(running)
     start, end = _standard(mu, sigma, running), _standard(mu, sigma, limit) if limit else math.inf
@@ -224,8 +221,7 @@ class _SeenResponses:
     past: float = 0.0  # mean deviation of ln(length) of earlier draws from the regression of that time
 
     def at(self, draw: int) -> _SeenResponses:
-        """Returns the observations as of this draw of the prompt. For a later draw, all observations become a summary
-        of the past."""
+        """Returns the observations as of this draw of the prompt. A later draw turns all into a summary."""
         if draw == self.draw:
             return self
         if not self.count:
@@ -251,8 +247,7 @@ class LengthPredictor:
         self._cache: dict[tuple[str, str], tuple[np.ndarray, Level, int, float, float]] = {}
 
     def predict(self, prompt: Prompt, running: int = 0) -> float:
-        """Predicts the length in tokens of a response to `prompt` that has `running` tokens already and goes on: the
-        expectation for the entire response."""
+        """Predicts the length in tokens of an entire response to `prompt` that has `running` tokens and goes on."""
         return expected_tokens(*self._expected(prompt), running, self.limit)
 
     def ends_by(self, prompt: Prompt, tokens: int, running: int = 0) -> float:

@@ -58,8 +58,7 @@ class Coordinator:
         parallelism: ParallelismPlanner | None = None,
     ) -> None:
         """`schedules` are values that change during the run, by the names of `make_schedules`. `parallelism` chooses
-        the number of devices of an engine, from the `rollout/preemptions` of each step. Without `parallelism`, the
-        number never changes."""
+        the number of devices of an engine, from each step's `rollout/preemptions`; None keeps it."""
         self.settings = settings
         self.schedules = dict(schedules or {})
         self._scored: list[Group] = []  # groups that the schedules have not learned from yet
@@ -93,8 +92,7 @@ class Coordinator:
 
     @property
     def ending(self) -> str:
-        """The reason why no further step will begin; empty while there is a step to do. Only meaningful between
-        steps."""
+        """Why no further step will begin; empty while there is a step to do. Only meaningful between steps."""
         if self.step >= self.settings.steps:
             return f"all {self.settings.steps} steps are done"
         return "the data is exhausted" if self.exhausted and not self.ledger.live else ""
@@ -124,8 +122,7 @@ class Coordinator:
         return self._last_evaluation[0]
 
     def evaluation_due(self) -> messages.Evaluate | None:
-        """Returns the evaluation due before the next step: a full evaluation at step 0 and at the end, a smaller
-        evaluation every n steps."""
+        """Returns the evaluation due before the next step: full at step 0 and at the end, smaller every n steps."""
         every = self.settings.evaluate_every
         full = self.step == 0 or bool(self.ending)
         if not full and not (every and self.step % every == 0):
@@ -372,9 +369,7 @@ class Coordinator:
 
     def _check_step(self, order: messages.Accumulate | messages.Train) -> None:
         if order.step != self.step + 1:
-            raise CoordinatorError(
-                f"{type(order).__name__} of step {order.step}, but step {self.step + 1} is under way"
-            )
+            raise CoordinatorError(f"{type(order).__name__} of step {order.step}; step {self.step + 1} is under way")
 
     @_say.of(messages.Accumulate)
     def _accumulate(self, order: messages.Accumulate) -> None:
@@ -422,8 +417,7 @@ class Coordinator:
     # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Returns all state that decides the rest of the run, for `SaveCheckpoint`. Raises `CoordinatorError` during a
-        `Train`."""
+        """Returns all state that decides the rest of the run. Raises `CoordinatorError` during a `Train`."""
         if messages.Train in self.awaiting:
             raise CoordinatorError(f"step {self.step + 1} is being trained: state can be taken only between steps")
         self._learn_scored()

@@ -88,8 +88,7 @@ class RewardReady(Event):
 
 
 class Trained(Event):
-    """The training step over the groups of `Train` is done, and the trainer now holds `version`. Scheduling policies
-    may steer by the step's `metrics`."""
+    """The training step of `Train` is done, and the trainer holds `version`. Policies may steer by `metrics`."""
 
     version: int
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -191,8 +190,7 @@ class Generate(Instruction):
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """The next turn of a response, which ends with an observation, on the engine of the earlier turns. That engine may
-    still have their keys and values."""
+    """The next turn of a response, which ends with an observation, on the engine that may have its keys and values."""
 
     prompt: Prompt
     response: Response
@@ -212,8 +210,7 @@ class Act(Instruction):
 
 
 class Abort(Instruction):
-    """End a request (all its responses) or one response, and their environments; the id of an ended request or response
-    is ignored."""
+    """End a request (all its responses) or one response, and their environments, if not ended yet."""
 
     rid: str
 
@@ -297,8 +294,7 @@ class SaveCheckpoint(Instruction):
 
 
 class Finish(Instruction):
-    """The run is over after `step` steps. `reason` is for people; `complete` is False if the run was stopped early and
-    can be resumed."""
+    """The run is over after `step` steps. `reason` is for people; `complete` is False if the run can be resumed."""
 
     step: int
     reason: str
@@ -345,9 +341,7 @@ class Handlers(dict[type[Message], Callable[[Any, Any], Any]]):
 
         def register(method: Callable[[S, M], R]) -> Callable[[S, M], R]:
             if twice := [kind.__name__ for kind in kinds if kind in self]:
-                raise TypeError(
-                    f"{method.__qualname__} handles {', '.join(twice)}, but another method handles the same already"
-                )
+                raise TypeError(f"{method.__qualname__} handles {', '.join(twice)}, but another method does already")
             self.update(dict.fromkeys(kinds, method))
             return method
 

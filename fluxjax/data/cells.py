@@ -40,8 +40,7 @@ class OtherVersion(CellError):
 
 
 def open_parquet(path: str) -> pq.ParquetFile:
-    """Opens a local file or a URL. Raises OSError. Local files aren't memory-mapped, because values that were read must
-    not change when a file is overwritten."""
+    """Opens a local file or a URL, without a memory map, since values must not change with the file. Raises OSError."""
     system, place = filesystem(path) if is_url(path) else (None, path)
     with reaching(path):
         return pq.ParquetFile(place, filesystem=system, pre_buffer=system is not None)
@@ -64,8 +63,7 @@ class Cells:
         self._groups = Recent[pa.ChunkedArray](KEPT_BYTES, lambda values: values.nbytes, keep_last=True)
 
     def read(self, path: str, stamp: str, cell: str) -> bytes:
-        """Returns the bytes of a cell. Raises CellError, OtherVersion if the file's version is not `stamp`, or
-        OSError."""
+        """Returns a cell's bytes. Raises CellError, OSError, or OtherVersion unless the file's version is `stamp`."""
         try:
             column, row_text, index_text = cell.rsplit("/", 2)
             row, index = int(row_text), int(index_text)
@@ -133,8 +131,7 @@ def is_answer(kind: pa.DataType) -> bool:
 
 
 def is_media(kind: pa.DataType) -> bool:
-    """Says whether a column of this type can hold media: bytes, paths, structs with bytes or paths, or lists of these.
-    A column of nulls can, too."""
+    """Says whether a column of this type can hold media: bytes, paths, structs with these, lists of these, or nulls."""
     if isinstance(kind, _LISTS):
         return is_media(kind.value_type)
     if pa.types.is_struct(kind):
@@ -166,8 +163,7 @@ def read_slots(file: pq.ParquetFile, group: int, column: str) -> pa.Array:
 
 
 def _present(file: pq.ParquetFile, group: int, leaves: dict[str, int], name: str) -> int | None:
-    """Returns the number of non-null values in the stored column of this name, or None if the file does not count
-    nulls."""
+    """Returns the number of non-null values in the stored column of this name, or None if nulls are not counted."""
     for leaf, index in leaves.items():
         if leaf == name or leaf.endswith(f".{name}"):
             stored = file.metadata.row_group(group).column(index)

@@ -107,8 +107,7 @@ class DecoderPool:
         self.load, self.close = self._workers.load, self._workers.close
 
     def decode(self, job: DecodeJob, keep: Keep, *, urgent: bool = False) -> Medium:
-        """Decodes a job in one of the processes, urgent jobs before others. Raises MediaError, the errors of `keep`,
-        and DataError if no process can be started."""
+        """Decodes a job in a process, urgent ones first. Raises MediaError, DataError, and what `keep` raises."""
         try:
             return self._attempt(job, keep, urgent)
         except WorkerEnded as error:  # the file may not be the cause
@@ -144,8 +143,7 @@ class DecoderPool:
 
 
 def decoding_function(settings_fields: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
-    """Returns the function that decodes jobs in a process. The function returns a medium and its slices, or the reason
-    why the medium cannot be decoded."""
+    """Returns the function that decodes jobs in a process: into a medium and its slices, or the reason why it can't."""
     settings = MediaSettings.from_json(dict(settings_fields))
 
     def decoding(message: Mapping[str, Any]) -> Any:

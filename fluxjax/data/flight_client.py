@@ -59,8 +59,7 @@ class FlightPlace:
             raise PlaceRefuses(f"{address!r} is no address of a preprocessor, HOST:PORT: {error}") from None
 
     def greet(self, seconds: float) -> None:
-        """Compares protocol and media settings with the preprocessor's. Gets the number of the preprocessor's
-        threads."""
+        """Compares protocol and media settings with the preprocessor's, and gets its number of threads."""
         answer = self._ask("settings", seconds, protocol=PROTOCOL)
         said = answer.get("protocol"), answer.get("digest")
         if said != (PROTOCOL, self._settings.digest):

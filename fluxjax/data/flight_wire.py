@@ -60,8 +60,7 @@ def _short(text: str) -> str:
 
 
 def told_error(info: bytes) -> Exception | None:
-    """Returns the error that `refusal` wrote into a Flight error's `info`; None for other `info`. An error without a
-    name in `_KINDS` is a DataError."""
+    """Returns the error that `refusal` wrote into `info`, else None. Names that `_KINDS` lacks are DataErrors."""
     try:
         words = json.loads(info)
         known = _KINDS.get(words["kind"], DataError)
@@ -93,8 +92,7 @@ def read_object(body: bytes | memoryview) -> Mapping[str, Any]:
 
 
 def read_ranges(words: Any) -> list[Rows]:
-    """Reads a question's ranges of rows, without checking that the tickets have these rows. Raises BadQuestion if
-    `words` are no ranges, or too many ranges."""
+    """Reads a question's ranges of rows, which tickets may lack. Raises BadQuestion for no or too many ranges."""
     try:
         ranges = [Rows(word, start, stop) for word, start, stop in words]
     except (ValueError, TypeError) as error:

@@ -51,8 +51,7 @@ def open_warm_start(config: Config) -> dict[str, Source]:
 
 
 def _open(config: Config, name: str, path: str, *manifests: str, held_out: bool = False) -> Source:
-    """Opens `path`. For an empty `path`, opens the first existing file of `manifests` of the embedded data set
-    `name`."""
+    """Opens `path`, or if it is empty, the first existing file of `manifests` of the embedded data set `name`."""
     if not path:
         from ..tasks.embedded import ensure
 
@@ -66,8 +65,7 @@ def _open(config: Config, name: str, path: str, *manifests: str, held_out: bool 
 
 
 def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = None, held_out: bool = False) -> Source:
-    """Opens a `.jsonl` manifest, a `.parquet` file, or one split of a folder of parquet shards, by local path or URL.
-    Raises `DataError`."""
+    """Opens a `.jsonl` manifest, a `.parquet` file, or one split of a folder of parquet shards. Raises `DataError`."""
     path = local(str(path))
     if not is_url(path):
         path = str(pathlib.Path(path).expanduser())
@@ -98,8 +96,7 @@ def _how_to_download(path: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SkippedPrompt:
-    """A draw that cannot be used. `reason` names no file, so that equal reasons can be counted. `detail` is for the
-    log."""
+    """A draw that cannot be used. `reason` names no file, so that equal reasons can be counted."""
 
     prompt: Prompt
     reason: str
@@ -142,16 +139,13 @@ class PromptLoader:
         return {name: digest_of(source) for name, source in self.sources.items()}
 
     def resume(self, seed: int, mixtures: list[Mixture], draw: int) -> None:
-        """Continues the order of a checkpoint from `draw` on. Other weights, more sources and fewer sources are
-        allowed. Each source then continues after its last draw, in a new mixture. Raises `DataError` if the seed or the
-        size of a source differs."""
+        """Continues the order of a checkpoint from `draw` on. Weights and sources may differ. Each source then
+        continues after its last draw, in a new mixture. Raises `DataError` for another seed or size of a source."""
         if seed != self.seed:
             raise DataError(f"the checkpoint was made with seed {seed}; resume it with that seed, not {self.seed}")
         for name, size in itertools.chain.from_iterable(mixture["sizes"].items() for mixture in mixtures):
             if name in self.sources and size != (now := len(self.sources[name])):
-                raise DataError(
-                    f"data source {name!r} had {size} records when the checkpoint was made and has {now} now"
-                )
+                raise DataError(f"source {name!r} had {size} records when the checkpoint was made and has {now} now")
         self.mixtures = list(mixtures)
         if mixtures[-1]["weights"] != self.weights:
             log.warning("the mixture changed from %s to %s", mixtures[-1]["weights"], self.weights)
@@ -204,8 +198,7 @@ def _next_places(places: grain.MapDataset[Place], start: int, sources: int) -> d
 
 
 def _read(sources: Mapping[str, Source], rows: Mapping[str, grain.MapDataset[int]], draw: int, place: Place) -> Drawn:
-    """Reads the prompt of a `Place`. Raises `DataError` if the configuration no longer names the source of an earlier
-    draw."""
+    """Reads the prompt of a `Place`. Raises `DataError` if the configuration no longer names its source."""
     name, index = place
     row = at(rows[name], index)
     if name not in sources:

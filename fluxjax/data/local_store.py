@@ -49,9 +49,8 @@ class StoreStats:
 
 
 class LocalStore:
-    """A `MediaStore` on this machine. Threads that ask for the same medium at the same time wait for a single decoding.
-    Slices of decoded media (`media_cache.Slices`) are cached by the content of a file, so that files of equal content
-    share slices."""
+    """A `MediaStore` on this machine. Threads that ask for one medium at once wait for one decoding. Slices of decoded
+    media (`media_cache.Slices`) are cached by the content of files, so that equal files share them."""
 
     def __init__(
         self, settings: MediaSettings, config: DataConfig, *, workers: int, slice_bytes: int = SLICE_BYTES

@@ -1,7 +1,6 @@
 """Files by local path or by URL (fsspec).
 
-A path that begins with `scheme://` is a URL; `file://` URLs are local paths. Every failure of a URL is an OSError of
-one line.
+A path that begins with `scheme://` is a URL, `file://` URLs are local paths. All failures are OSErrors of one line.
 """
 
 from __future__ import annotations
@@ -151,8 +150,7 @@ def is_folder(path: str) -> bool:
 
 
 def matching(folder: str, pattern: str) -> list[str]:
-    """Returns the sorted paths, relative to a folder, that match a pattern with `*` (`**`: any folders). Raises
-    OSError."""
+    """Returns the sorted paths below a folder that match a pattern with `*` (`**`: any folders). Raises OSError."""
     if not is_url(folder):
         return sorted(glob.glob(pattern, root_dir=folder, recursive=True))
     system, place = filesystem(folder)

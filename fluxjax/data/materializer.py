@@ -12,7 +12,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from models.shadow import Fetch, ShadowTensor
 from ..base.errors import DataError
 
 Tree = TypeVar("Tree")  # a pytree of arrays and shadows
+NoteFetch: TypeAlias = Callable[[float, float, int], None]  # gets a fetch's start, end (`time.perf_counter`) and bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +38,9 @@ class Materialized:
 class Materializer:
     """Fetches the pixels of expected batches in the order of their use. At most `ahead` fetched batches wait to be
     read, to bound the memory. The materializer's thread calls `fetch` for expected shadows, the reading thread for
-    other shadows. `note` gets the start and the end of each fetch, by `time.perf_counter`, and the number of bytes.
-    `read` raises the errors of `fetch`; a MediaError becomes a DataError that names the file."""
+    other shadows. `read` raises the errors of `fetch`; a MediaError becomes a DataError that names the file."""
 
-    def __init__(
-        self, fetch: Fetch, ahead: int = 2, note: Callable[[float, float, int], None] = lambda start, end, bytes: None
-    ) -> None:
+    def __init__(self, fetch: Fetch, ahead: int = 2, note: NoteFetch = lambda start, end, bytes: None) -> None:
         self._fetch, self._ahead, self._note = fetch, ahead, note
         self._lock = threading.Lock()
         self._tasks: dict[int, _Task] = {}  # the task of each expected shadow, by the `id` of the shadow
@@ -52,8 +50,7 @@ class Materializer:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="materialize")
 
     def expect(self, batches: Iterable[object]) -> None:
-        """Announces that these batches will be read, in this order. A batch that was announced earlier keeps its
-        position."""
+        """Announces that these batches will be read, in this order. Batches announced earlier keep their position."""
         with self._lock:
             for batch in batches:
                 fresh = [_Task(shadow) for shadow in shadows_of(batch) if id(shadow) not in self._tasks]
@@ -125,10 +122,8 @@ class Materializer:
         ended, size = time.perf_counter(), sum(map(len, shadow.elsewhere)) * shadow.nbytes // max(len(shadow), 1)
         self._note(began, ended, size)
         with self._lock:
-            totals = self.totals
-            self.totals = dataclasses.replace(
-                totals, bytes=totals.bytes + size, fetching=totals.fetching + ended - began
-            )
+            old = self.totals
+            self.totals = dataclasses.replace(old, bytes=old.bytes + size, fetching=old.fetching + ended - began)
         return data
 
 

@@ -48,9 +48,8 @@ class Slices:
 
 
 class Recent(Generic[Value]):
-    """A cache of values by key. The sizes of the values add up to at most `limit`, where the default `size` of a value
-    is 1. The least recently used values are dropped first. With `keep_last`, the newest value stays, however large it
-    is. Thread-safe."""
+    """A cache of values by key. The sizes of values, by default 1 each, add up to at most `limit`. The least recently
+    used values are dropped first. With `keep_last`, the newest value always stays. Thread-safe."""
 
     def __init__(self, limit: int, size: Callable[[Value], int] = lambda value: 1, *, keep_last: bool = False) -> None:
         self.used = 0

@@ -176,8 +176,7 @@ def _name(path: str) -> str:
 
 
 def split_of(path: str) -> str:
-    """Returns the split that a path names, or an empty text. The file's name is searched first, then folders from the
-    nearest on."""
+    """Returns the split that a path names, or "". The file's name is searched first, then the nearest folders."""
     words = (_WORD.search(part) for part in reversed(path.lower().split("/")))
     return next((_SPLITS[word[1]] for word in words if word), "")
 

@@ -110,7 +110,7 @@ def prepare_prompt(
             token_ids = tokenised(processor, prompt, chat_template)
             outline = functools.partial(processor.outline, token_ids, media)
             prepare = functools.partial(processor.prepare_ids, token_ids, media)
-        if refused := _refused_undecoded(outline, prompt, limits):
+        if refused := _refused_early(outline, prompt, limits):
             return refused
         inputs = prepare()
     except MediaError as error:
@@ -140,9 +140,7 @@ def tokenised(processor: TextAndMedia, prompt: Prompt, chat_template: bool) -> S
     return (processor.tokenise_chat if chat_template else processor.tokenise)(prompt.text, media)
 
 
-def _refused_undecoded(
-    outline: Callable[..., PromptOutline], prompt: Prompt, limits: PromptLimits
-) -> SkippedPrompt | None:
+def _refused_early(outline: Callable[..., PromptOutline], prompt: Prompt, limits: PromptLimits) -> SkippedPrompt | None:
     """Returns a skipped prompt if its media are too large by their headers, else None. A header may be wrong, so that
     `outline(count=True)` counts the frames before a prompt is skipped."""
     with contextlib.suppress(MediaError):  # `prepare` will raise an error that describes the fault better
@@ -205,8 +203,7 @@ class ReadAhead(Generic[Item]):
         return items
 
     def close(self) -> list[Item]:
-        """Ends each thread after its present item, without waiting. Returns the items of the queue, which `ready` got
-        and nobody took."""
+        """Ends each thread after its present item, without waiting. Returns what `ready` got and nobody took."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -287,8 +284,7 @@ class Preparer:
 
     async def draw(self, count: int) -> Sorted:
         """Returns the next `count` draws: prepared prompts, and skipped prompts with reasons. Raises `DataError` if a
-        file cannot be read, or if too many draws in a row, or more than the share `MAX_SKIPPED` of all draws, are
-        skipped."""
+        file cannot be read, if too many draws in a row are skipped, or more than `MAX_SKIPPED` of all."""
         items = self._taken_at_once(count)
         if items is None:
             items = await asyncio.to_thread(self._take, count)

@@ -1,8 +1,7 @@
 """Prompts with shadows in the place of pixels.
 
 A store decodes the media and gives tickets, by which engines and trainer fetch the pixels. The index remembers the
-version of each medium's file. If a file changed, fetching its pixels raises `StaleTicket` until `MediaIndex.forget` is
-called."""
+version of each file. If a file changed, fetching its pixels raises `StaleTicket` until `forget`."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class MediaIndex:
         return self._known(ref).facts
 
     def verdict(self, ref: MediaRef, settings: str) -> Verdict | None:
-        """Returns the result of decoding the medium by settings with the digest `settings`, or None if the index has
-        none."""
+        """Returns the result of decoding the medium by settings with the digest `settings`, if the index has one."""
         known = self._known(ref)
         said = known.verdict if known.settings == settings else None
         return MediaError(ref.name, said.reason) if isinstance(said, MediaError) else said
@@ -142,8 +140,7 @@ class ProxyMedia:
         return processor.outline_of(token_ids, [medium for medium, _ in found], certain=all(sure for _, sure in found))
 
     def inputs(self, processor: Processor, token_ids: Sequence[int], prompt: Prompt) -> OutlinedInput:
-        """Has the store measure a prompt's media, and returns the prompt's model input. Raises the MediaError of the
-        first medium that can't be used."""
+        """Has the store measure a prompt's media, and returns the model input. Raises MediaError for unusable media."""
         refs = [self.index.ref(medium) for medium in prompt.media]
         found = self._look(processor, refs)
         if stale := [k for k, said in enumerate(found) if isinstance(said, StaleTicket)]:

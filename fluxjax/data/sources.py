@@ -1,7 +1,6 @@
 """Records and sources of prompts.
 
-A record is a mapping with a question, an answer and perhaps media. Fields have the names of `ALIASES`, or the names
-that the settings give.
+A record is a mapping with a question, an answer and perhaps media. `ALIASES` or the settings name the fields.
 """
 
 import collections
@@ -44,8 +43,7 @@ _MEDIA_NAME = re.compile(rf"(?is)data:(image|video)/.*|.*\.({_ENDINGS})(\?\S*)?"
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The name of each field in one file, or an empty text if the file lacks the field. In settings, an empty text
-    stands for the names in `ALIASES`."""
+    """The name of each field in a file; empty if it lacks the field or, in settings, for the names in `ALIASES`."""
 
     prompt: str = ""
     answer: str = ""
@@ -111,9 +109,7 @@ def tell_unused(fields: Mapping[str, Sequence[object]], source: str, any_used: b
             fix = f"data.sources.{source}.columns.images or .videos"
             names_only = not any(isinstance(v, list | bytes) or (isinstance(v, dict) and "bytes" in v) for v in values)
             if not any_used and not names_only:
-                raise DataError(
-                    f"{where}: media in {name!r} are not used: name the field in {fix}, or remove the field"
-                )
+                raise DataError(f"{where}: media in {name!r} are not used: name the field in {fix}, or remove it")
             log.warning("%s: media in %r are not used; to use them, name the field in %s", where, name, fix)
 
 
@@ -237,8 +233,7 @@ def digest_of(source: Source) -> str:
 
 
 def given(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, Source]:
-    """Returns a source for each source name of the prompts. Raises `DataError` for a name that the configuration
-    lacks."""
+    """Returns the sources that the prompts name. Raises `DataError` for a name that the configuration lacks."""
     by_source: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         if prompt.source not in config.sources:

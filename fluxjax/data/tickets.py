@@ -162,10 +162,8 @@ parsed = functools.lru_cache(maxsize=4096)(Ticket.parse)
 
 def normalised(settings: MediaSettings, rows: Sequence[Rows], fetched: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns the patches `[P, X]` (float32) of each of `rows`, from its fetched patches `[P, 3, n]` (uint8)."""
-    return [
-        settings.normalised(parsed(piece.ticket).ref.kind, patches)
-        for piece, patches in zip(rows, fetched, strict=True)
-    ]
+    kinds = (parsed(piece.ticket).ref.kind for piece in rows)
+    return [settings.normalised(kind, patches) for kind, patches in zip(kinds, fetched, strict=True)]
 
 
 @runtime_checkable

@@ -35,8 +35,7 @@ FORMS = ("{}", "\\boxed{{{}}}", "<answer>{}</answer>", "<think></think><answer>\
 
 
 async def installation(config: Config | None, samples: int) -> AsyncIterator[Finding]:
-    """Yields the findings of this machine, and one for each source of a configuration. Raises what `inspected`
-    raises."""
+    """Yields the findings of this machine and of each source of a configuration. Raises what `inspected` raises."""
     driver, device = _driver(), jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
     blind = driver and on_cpu and os.environ.get("JAX_PLATFORMS") != "cpu"

@@ -2,8 +2,7 @@
 
 The server tokenises texts and chats, states checksums of its weights, and samples answers. The trainer computes the
 log-probs of the answers again. If log-probs differ for a probe, the trainer also computes log-probs of suspects: a
-suspect is the request that a server with a certain fault would compute. A suspect with about the server's log-probs is
-named.
+suspect is the request that a server with a certain fault would compute. The suspect nearest to the server is named.
 """
 
 from __future__ import annotations
@@ -205,13 +204,10 @@ class ServerComparison:
     async def _compared(
         self, name: str, rest: str, request: GenerateRequest, faulty: Iterable[Suspect], files: Probe | None = None
     ) -> Finding:
-        """Compares log-probs. If they differ, the finding names the part of the suspect that explains the difference,
-        or `rest` if no suspect does."""
+        """Compares log-probs. The finding names the part of the suspect that explains a difference, else `rest`."""
         answers, tokens = await self._answers(request, files)
         if tokens != len(request.prompt):
-            return _differs(
-                "pixels", f"{name}: the server counts {tokens} tokens in the prompt, the trainer {len(request.prompt)}"
-            )
+            return _differs("pixels", f"{name}: the server counts {tokens} tokens, the trainer {len(request.prompt)}")
         if broken := {id for answer in answers for id in answer.token_ids} & {*request.sampling.forbidden_ids}:
             return _differs("sampling mask", f"{name}: forbidden tokens are sampled: {sorted(broken)}")
 
@@ -227,9 +223,7 @@ class ServerComparison:
         least, part, fault = min((gap_of(asked), part, fault) for part, fault, asked in [*faulty, (rest, "", request)])
         if least > min(tolerance, gap / 3):
             return _differs(rest, f"{name}: {detail}; no fault that the doctor knows explains this")
-        return _differs(
-            part, f"{name}: {fault}: {detail}, but only by {least:.1e} if the trainer computes with this fault"
-        )
+        return _differs(part, f"{name}: {fault}: {detail}, but only by {least:.1e} if the trainer has this fault")
 
     async def _answers(self, request: GenerateRequest, files: Probe | None) -> tuple[list[Response], int]:
         """Returns sampled answers, and the tokens of the prompt by the server's count. With `files`, the server gets

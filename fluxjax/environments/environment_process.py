@@ -22,9 +22,7 @@ from .observation import EnvironmentFailure, Fault, Observation
 from .observed_media import stored
 
 OPTIONAL = ("snapshot", "restore", "demonstrate")  # methods of an environment
-ENVIRONMENTS: Mapping[str, Any] = ByName(
-    __name__, {"gymnasium": "gymnasium_game:Gymnasium", "tools": "tools:ToolEnvironment"}
-)
+ENVIRONMENTS = ByName(__name__, {"gymnasium": "gymnasium_game:Gymnasium", "tools": "tools:ToolEnvironment"})
 
 
 def playing_function(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
@@ -108,8 +106,7 @@ class _Player:
         return self._loop.run(wait()) if inspect.isawaitable(value) else value
 
     def _observed(self, answer: Any) -> dict[str, Any]:
-        """Checks an observation, stores its media, and returns it with types of msgpack. Raises EnvironmentFailure, and
-        DataError if a medium can't be written."""
+        """Checks an observation, stores its media, and returns it for msgpack. Raises EnvironmentFailure, DataError."""
         observation = self._awaited(answer)
         if not isinstance(observation, Observation):
             raise EnvironmentFailure(Fault.INVALID, f"returned {type(observation).__name__}, expected an Observation")

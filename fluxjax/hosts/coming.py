@@ -18,8 +18,7 @@ Drawn = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]
 
 
 class ToldPrompts:
-    """The prompts of `source`, in process 0. If a media store holds the pixels of a drawn prompt, process 0 announces
-    the prompt to the other processes."""
+    """The prompts of `source`, in process 0, which announces prompts with pixels in a media store to the others."""
 
     def __init__(self, source: Preparer, gang: Team, place_of: PlaceOf) -> None:
         self._source, self._gang, self._place_of = source, gang, place_of
@@ -33,8 +32,7 @@ class ToldPrompts:
 
 
 class ComingPrompts:
-    """Model inputs of prompts that process 0 has announced to this process. Only the newest `most` are kept. Each is
-    handed out once."""
+    """Model inputs of prompts that process 0 has announced. The newest `most` are kept, each to be taken once."""
 
     def __init__(self, source: Preparer, most: int) -> None:
         self._source, self._most = source, most

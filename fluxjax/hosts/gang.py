@@ -187,8 +187,7 @@ class Gang(Team):
                 self._heard.append(heard)
 
     def stepped(self, idle: float | None = None) -> None:
-        """Implements `Team.stepped`. The other processes send process 0 their statuses, which process 0 reads in
-        `agree`, `decided` and `whole`."""
+        """Implements `Team.stepped`. Others send statuses, which process 0 reads in `agree`, `decided` and `whole`."""
         if self._stepped == self._number:
             return
         self._stepped, self._stepped_at = self._number, time.perf_counter()
@@ -207,8 +206,7 @@ class Gang(Team):
         self._statuses = self._statuses | {status.process: status}  # a new dictionary: threads may read the old one
 
     def _hear_statuses(self) -> None:
-        """Reads the last step's statuses in process 0. Each other process sent its status before it gathered
-        weights."""
+        """Reads the last step's statuses in process 0. The other processes sent theirs before they gathered weights."""
         for process in range(1, self.processes):
             known = self._statuses.get(process)
             if (known.step if known is not None else 0) < self._stepped:
@@ -242,8 +240,7 @@ def heard_status(told: Status, end: float) -> HostStatus:
 
 
 def brought(params: Params, mesh: Mesh, *, keep: bool) -> Params:
-    """Gathers the weights one after the other on every device. If `keep`, returns copies in the host's memory.
-    Collective."""
+    """Gathers the weights one by one on every device. If `keep`, returns copies in the host's memory. Collective."""
     put_together = _on_every_device(mesh)
 
     def bring(weight: jax.Array) -> np.ndarray | None:

@@ -39,8 +39,7 @@ class OrderError(ValueError):
 
 @typing.dataclass_transform(frozen_default=True)
 class Order:
-    """The base of orders and answers. A subclass is a frozen dataclass, and `name` is the class's name in lower
-    case."""
+    """The base of orders and answers, which are frozen dataclasses. `name` is the class's name in lower case."""
 
     name: ClassVar[str]
 
@@ -124,8 +123,7 @@ _ORDERS = {kind.name: kind for kind in Order.__subclasses__()}
 
 
 def encode(order: Order) -> list[bytes]:
-    """Returns the bytes of an order, in pieces to be sent one after the other. Responses, which may have gigabytes, are
-    not copied."""
+    """Returns the bytes of an order, in pieces to be sent in turn, without a copy of responses (maybe gigabytes)."""
     fields = {"protocol": PROTOCOL, "order": order.name, **vars(order)}
     responses = fields.pop("responses", ())
     return [bytes(msgpack.Packer(default=_plain, unicode_errors="surrogateescape").pack(fields)), *responses]
@@ -332,8 +330,7 @@ def _shown(tokens: int, runs: Sequence[Sequence[int]], frames: Sequence[int]) ->
 
 
 def told_media(inputs: PromptInput, place_of: PlaceOf) -> list[list[Any]] | None:
-    """Returns [ticket, place] of each medium of a prompt, in order, or None if no media store holds the prompt's
-    pixels."""
+    """Returns [ticket, place] of each medium of a prompt, in order, or None if no media store holds its pixels."""
     patches = inputs.patches_PX
     if not isinstance(patches, ShadowTensor):
         return None

@@ -1,5 +1,4 @@
-"""A watchdog for a process that is alive but makes no progress, as in a deadlock. Heartbeats do not notice a
-deadlock."""
+"""A watchdog for a process that is alive but makes no progress, as in a deadlock, which heartbeats do not notice."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ _BEGUN, _ENDED = "progress/compiles", "progress/compiled"  # topics of `Links`
 
 class Progress:
     """Ends all processes if this process is at the same piece of work for `limit` seconds (in process 0: `HEAD_START`
-    seconds more). The clock restarts when a compilation of this process, or a long compilation of another process,
-    ends."""
+    seconds more). The clock restarts when a compilation of this process, or a long one of another process, ends."""
 
     def __init__(self, links: Links, limit: float) -> None:
         self._links, self._limit = links, limit + (0.0 if links.process else HEAD_START)

@@ -23,10 +23,9 @@ GRACE = 5.0  # seconds that a process takes to end itself after a failure; the s
 
 
 def join(settings: DistributedConfig) -> Team:
-    """Returns a `Gang` with links to the other processes, or a `Team` if there are no other processes. Must be called
-    before JAX is used. Raises LinkError if the processes do not find each other. After five minutes, or after
-    `progress_timeout` seconds if this is sooner, ends this process with `LOST`, because a wait within JAX can't be
-    given up."""
+    """Returns a `Gang` with links to the other processes, or a `Team` if there are none. Must be called before JAX is
+    used. Raises LinkError if the processes do not find each other. After five minutes, or after `progress_timeout`
+    seconds if this is sooner, ends this process with `LOST`, because a wait within JAX can't be given up."""
     settings = found(settings, os.environ)
     if settings.processes == 1:
         return Team()

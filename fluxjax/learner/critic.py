@@ -10,12 +10,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from models.decoder import Decoder, first_weights, value_model, values
 from models.inputs import PackedTokens
-from sharding.links import Links
 from sharding.walk import Params, Tally, Walk
 
 from ..algorithms.ppo import explained_variance, gae, terminal_rewards, value_loss, whitened
@@ -24,7 +22,6 @@ from ..base.types import Sample, TrainBatch
 from ..batch.composer import Team
 from ..batch.composition import Composition
 from ..config import AlgorithmConfig, Config, LoraConfig
-from ..data.materializer import Materializer
 from .gradients import Gradients, Scores
 from .learner import Learner, of_all_updates
 from .loss_inputs import Arrays, decided, logprobs_of
@@ -50,27 +47,16 @@ def token_loss(values_BT: Array, _: Array, batch: TrainBatch, cfg: AlgorithmConf
 
 
 class Critic(Learner):
-    """The learner of the critic's weights. The learner is abstract, and takes no memory, until `begin` or
-    `load_state`."""
+    """The learner of the critic's weights. It is abstract, and takes no memory, until `begin` or `load_state`."""
 
     gradients_kind = ValueGradients
 
-    def __init__(
-        self,
-        config: Config,
-        policy: Decoder,
-        *,
-        mesh: Mesh | None = None,
-        links: Links | None = None,
-        materializer: Materializer | None = None,
-    ) -> None:
-        """`policy` may be abstract. `mesh`, `links` and `materializer` are those of the policy's learner."""
+    def __init__(self, config: Config, policy: Decoder, **shared: Any) -> None:
+        """`policy` may be abstract. `shared` has further arguments of `Learner`: those of the policy's learner."""
         optim = dataclasses.replace(config.optim, lr=config.critic.lr)
         # All weights of the critic are trained, even if the policy trains adapters only.
-        critic_config = dataclasses.replace(config, optim=optim, lora=LoraConfig())
-        super().__init__(
-            critic_config, value_model(policy), token_loss, mesh=mesh, links=links, materializer=materializer
-        )
+        own_config = dataclasses.replace(config, optim=optim, lora=LoraConfig())
+        super().__init__(own_config, value_model(policy), token_loss, **shared)
 
     def begin(self, policy: Params, steps: int) -> None:
         """Begins RL of `steps` training steps with the policy's weights. All values are 0 at first."""

@@ -162,8 +162,7 @@ class Gradients:
     def lowered(
         self, params: Params, batch: TrainBatch, names: Collection[str] = ("accumulate", "logprobs")
     ) -> dict[str, jax.stages.Lowered]:
-        """Returns the programs of these names for microbatches shaped like `batch`, before their compilation.
-        Parameters and batch may be abstract."""
+        """Returns these programs for microbatches like `batch`, not compiled. Parameters and batch may be abstract."""
         placed = self._place(batch.inputs, batch)
         programs: dict[str, jax.stages.Lowered] = {}
         if "logprobs" in names:
@@ -241,9 +240,8 @@ class Gradients:
         return batch if self._materializer is None else self._materializer.read(batch)
 
     def _forward(self, model: Any, inputs: PackedTokens, walk: Walk) -> Scores:
-        return model_logprobs(
-            model, inputs, walk, temperature=self._phase.temperature, never_sampled=self._phase.never_sampled
-        )
+        phase = self._phase
+        return model_logprobs(model, inputs, walk, temperature=phase.temperature, never_sampled=phase.never_sampled)
 
     def _loss(self, model: Any, batch: TrainBatch, walk: Walk) -> tuple[Float[Array, ""], Tally]:
         logprobs_BT, entropies_BT = self._forward(model, batch.inputs, walk)
@@ -337,8 +335,7 @@ def _owned(microbatches: Sequence[Microbatch]) -> tuple[list[int], list[TrainBat
 
 
 def _row_dims(batch: TrainBatch | PackedTokens) -> Any:
-    """Returns the dimension of rows or patches in each array of a batch. This is the second dimension in rotary
-    positions, else the first."""
+    """Returns each array's dimension of rows or patches: the second in rotary positions, else the first."""
 
     def dimension(path: tuple, _: Any) -> int:
         return 1 if getattr(path[-1], "name", "") == "positions_3BT" else 0

@@ -1,8 +1,7 @@
 """The learner, which owns parameters and optimizer state on the mesh, and turns microbatches into optimizer steps.
 
-Two compiled programs make an optimizer step. One program, of `Gradients`, adds a microbatch's gradients to the
-gradients of the step. The other, `apply`, clips, updates and reports. The host fetches one small array at the end of
-the step.
+Two compiled programs make an optimizer step. One, of `Gradients`, adds a microbatch's gradients to those of the step.
+The other, `apply`, clips, updates and reports. The host fetches one small array at the end of the step.
 """
 
 from __future__ import annotations
@@ -142,8 +141,7 @@ class Learner:
         return strategy.shard(params)
 
     def weights(self) -> Params:
-        """Returns the parameters as engines and files have them, on the mesh. Adapters are added to copies of the
-        weights that they adapt."""
+        """Returns the parameters as engines and files have them, on the mesh, with adapters added."""
         return self.gradients.merged(self.params)
 
     def adopt(self, adapters: Mapping[tuple[str, ...], np.ndarray]) -> None:
@@ -166,8 +164,7 @@ class Learner:
         return self._init(trained)
 
     def lowered(self, batch: TrainBatch) -> dict[str, jax.stages.Lowered]:
-        """Returns the programs `accumulate`, `update` and `logprobs`, before their compilation, for microbatches shaped
-        like `batch`. The batch may be abstract."""
+        """Returns the programs `accumulate`, `update` and `logprobs`, not compiled, for microbatches like `batch`."""
         programs = self.gradients.lowered(self.params, batch)
         grads, tally = programs["accumulate"].out_info
         grads = with_shardings(grads, self.trained(self.gradients.strategy.shardings))
@@ -195,8 +192,7 @@ class Learner:
         return metrics
 
     def update(self, grads: Params, tally: Tally, *, last: bool = True) -> dict[str, float]:
-        """Makes the optimizer step with summed gradients, which are donated. `last` and the metrics are those of
-        `step`."""
+        """Makes the optimizer step with summed gradients, which are donated. `last` and metrics are those of `step`."""
         return _metrics(tally, self._updated(grads, tally, last=last))
 
     def _updated(self, grads: Params, tally: Tally, *, last: bool) -> np.ndarray:
@@ -223,15 +219,13 @@ class Learner:
         return state if self._base is None else state | {"base": self._base}
 
     def forget(self) -> None:
-        """Frees all arrays except for frozen weights, to make room for `load_state`. The learner is abstract until
-        `load_state`."""
+        """Frees all arrays except for frozen weights. The learner is abstract until `load_state`."""
         self.params, self.opt_state = self.with_trained(like(self.trained(self.params))), like(self.opt_state)
         self._abstract = True
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes over a result of `state()`, from this mesh or another mesh, and empties that result. Copies the moments
-        one by one, because updates donate the moments. Raises ConfigError if the learner's frozen weights differ from
-        those of the state."""
+        one by one, because updates donate them. Raises ConfigError if the state has other frozen weights."""
         if self._base is not None and (np.asarray(state.pop("base")) != np.asarray(self._base)).any():
             raise ConfigError(
                 "model.path has other weights than those that the adapters of the checkpoint were trained beside; "
@@ -343,8 +337,7 @@ def optimizer(optim: OptimConfig, schedule: optax.Schedule, decayed: Params) -> 
 
 
 def _clip(most: float) -> optax.GradientTransformation:
-    """Clips as `optax.clip_by_global_norm`, with products in the place of quotients, because XLA fuses only
-    products."""
+    """Clips as `optax.clip_by_global_norm`, with products instead of quotients, because XLA fuses only products."""
 
     def clipped(grads: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
         norm = optax.tree_utils.tree_norm(grads)
@@ -367,8 +360,7 @@ def decayed(model: Decoder) -> Params:
 
 
 def _decay(weight_decay: float, decayed: Params) -> optax.GradientTransformation:
-    """Decays as `optax.add_decayed_weights` does with a mask. Optax would keep a masked state, which earlier
-    checkpoints do not have."""
+    """Decays as `optax.add_decayed_weights` with a mask, but without a masked state, which earlier checkpoints lack."""
 
     def added(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
         return jax.tree.map(lambda u, p, matrix: u + weight_decay * p if matrix else u, updates, params, decayed)
@@ -415,8 +407,7 @@ def lora_of(config: Config) -> models.Lora | None:
 
 
 def fingerprint(params: Params, mesh: Mesh) -> Array:
-    """Returns a number for each of W arrays of weights, `[W]` uint32, on every device. A changed bit of an array
-    changes the array's number."""
+    """Returns a number for each of W arrays of weights, `[W]` uint32, on every device; any changed bit changes it."""
     of_all = jax.jit(lambda weights: jnp.stack([*map(_of, weights)]), out_shardings=NamedSharding(mesh, P()))
     return of_all(jax.tree.leaves(params))
 

@@ -53,8 +53,7 @@ def token_kl(composition: Composition, logprobs_BT: Sequence[np.ndarray], estima
 
 
 def only_taught(groups: Sequence[Group]) -> list[Group]:
-    """Returns the groups without their responses of advantage 0. A group that would lose all its tokens stays
-    unchanged."""
+    """Returns the groups without their responses of advantage 0. A group that would lose all its tokens keeps them."""
 
     def taught(group: Group) -> Group:
         samples = tuple(sample for sample in group.samples if sample.advantage != 0.0)
@@ -91,8 +90,7 @@ def coupled(
 
 
 def with_logprobs(composition: Composition, field: str, logprobs_BT: PerToken) -> Composition:
-    """Returns the composition with these log-probs in a `field` of `TrainBatch`. Log-probs are 0 at tokens that are not
-    trained on."""
+    """Returns the composition with these log-probs in a `field` of `TrainBatch`, 0 at untrained tokens."""
     pairs = zip(composition.batches, logprobs_BT, strict=True)
     trained = [np.where(b.loss_weights_BT != 0, np.asarray(a, np.float32), np.float32(0)) for b, a in pairs]
     return composition.replaced({field: trained})
@@ -100,9 +98,8 @@ def with_logprobs(composition: Composition, field: str, logprobs_BT: PerToken) -
 
 def with_policy_ratios(composition: Composition, logprobs_BT: PerToken, decoupled: bool, team: Team) -> Composition:
     """Returns the composition with each response's mean of log(policy / clipping centre) at all tokens of the response.
-    `logprobs_BT` are those of the policy with which the next optimizer step begins. The clipping centre is the
-    behaviour policy or, if `decoupled`, the proximal policy. A batch without proximal log-probs uses its `logprobs_BT`.
-    Collective."""
+    `logprobs_BT` are those of the policy before the next optimizer step. The clipping centre is the behaviour policy
+    or, if `decoupled`, the proximal policy. Without proximal log-probs, `logprobs_BT` serve. Collective."""
     batches = composition.batches
     around_BT = [batch.behaviour_logprobs_BT for batch in batches]
     if decoupled:

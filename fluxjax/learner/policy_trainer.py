@@ -28,10 +28,9 @@ import numpy as np
 from sharding.walk import Params, Tally
 
 from ..algorithms import RLAlgorithm
-from ..algorithms.grpo import zero_variance_groups
 from ..algorithms.loss import normaliser
 from ..algorithms.rl_algorithm import Key
-from ..base.types import Group, PreparedPrompt, Sample, TrainedStep
+from ..base.types import Group, PreparedPrompt, Sample, TrainedStep, has_variance
 from ..batch.composer import Composer, Team
 from ..batch.composition import Composition, packing_metrics
 from ..batch.share import Share
@@ -67,8 +66,7 @@ class _Place:
 
 @dataclasses.dataclass
 class Portion:
-    """Some groups of a step with their advantages, and the groups' gradients, once computed. Only process 0 has
-    groups."""
+    """Some groups of a step with their advantages and, once computed, gradients. Only process 0 has groups."""
 
     groups: Sequence[Group] = ()
     prepared: Mapping[int, PreparedPrompt] = dataclasses.field(default_factory=dict)
@@ -78,8 +76,7 @@ class Portion:
 
 
 class PolicyTrainer:
-    """Makes training steps over scored groups. Gradients of some groups may be computed before the step is complete,
-    also on the devices of engines."""
+    """Makes training steps over scored groups. Some gradients may be computed early, also on the devices of engines."""
 
     def __init__(
         self,
@@ -160,7 +157,7 @@ class PolicyTrainer:
             self._replay.keep(fresh, whole.prepared, learner.version)
             metrics |= self._replay.metrics(fresh, replayed, place.version)
         metrics |= reward_metrics(fresh) | packing_metrics(whole.compositions, learner.mesh.size)
-        metrics["packing/shapes"] = float(self._composer.num_shapes)
+        metrics["packing/shapes"] = float(len(self._composer.shapes))
         return TrainedStep(tuple(fresh), metrics)
 
     def follow(self, shares: Sequence[Share], size: int, update: bool) -> None:
@@ -192,8 +189,7 @@ class PolicyTrainer:
         place: _Place,
     ) -> tuple[Portion, dict[str, float]]:
         """Makes the optimizer steps of a training step. Returns the joined portions of the step, and metrics. `parts`
-        are all minibatches or, if gradients were computed early, only `rest` or nothing. Each part has a
-        composition."""
+        are all minibatches or, with early gradients, `rest` or nothing, each with a composition."""
         if early.outcome is None:
             metrics = self._update(parts, compositions, place)
             whole = joined(place.gradients, [early, rest])
@@ -381,8 +377,7 @@ def advantaged(group: Group, advantages: Mapping[Key, float]) -> Group:
 
 
 def minibatches(groups: Sequence[Group], count: int) -> list[list[Group]]:
-    """Deals groups, in the order of their draws, to `count` minibatches in turn. Minibatches without a response token
-    are left out."""
+    """Deals groups, in the order of draws, to `count` minibatches in turn. Leaves out minibatches without tokens."""
     ordered = sorted(groups, key=lambda group: group.prompt.draw)
     dealt = [ordered[first::count] for first in range(count)]
     return [part for part in dealt if any(s.response.num_trained for group in part for s in group.samples)]
@@ -429,7 +424,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "response/mean_tokens": float(np.mean(lengths)),
         "response/max_tokens": float(np.max(lengths)),
         "response/cut_off": float(np.mean([sample.response.finish == "length" for _, sample in samples])),
-        "groups/zero_variance": zero_variance_groups(groups) / len(groups),
+        "groups/zero_variance": float(np.mean([not has_variance(group) for group in groups])),
     }
     if any(group.prompt.environment for group in groups):
         metrics["response/mean_turns"] = float(np.mean([max(len(s.response.rewards), 1) for _, s in samples]))

@@ -103,16 +103,14 @@ class ReplayBuffer:
         return {"groups": groups}
 
     def load_state_dict(self, state: SavedState, prepared: Mapping[int, PreparedPrompt]) -> None:
-        """Takes over a state. `prepared` has the prompts of `draws_of(state)`, by draw. Groups whose prompts are not in
-        `prepared` are removed."""
+        """Takes over a state. `prepared` has the prompts by draw; groups without a prompt are removed."""
         self._kept = {}
         for saved in state.get("groups", []):
             if (prompt := prepared.get(draw := saved["draw"])) is not None:
                 responses = {response["sample"]: Response.from_json(response) for response in saved["responses"]}
                 scored = [Sample(responses[k], Reward(**reward), advantage) for k, reward, advantage in saved["scores"]]
-                self._kept[draw] = _KeptGroup(
-                    Group(prompt.prompt, tuple(scored)), prompt, saved["born"], saved["times"]
-                )
+                group = Group(prompt.prompt, tuple(scored))
+                self._kept[draw] = _KeptGroup(group, prompt, saved["born"], saved["times"])
 
 
 def draws_of(state: SavedState) -> list[int]:

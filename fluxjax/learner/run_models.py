@@ -50,8 +50,7 @@ class RunModels:
         self.learner.reset(self.algorithm.token_loss, steps=updates, never_sampled=self._never_sampled)
 
     def renew_reference(self) -> bool:
-        """Makes the policy the reference if the configuration says so for the policy's version. Returns whether the
-        policy became the reference."""
+        """Makes the policy the reference if the configuration says so for its version. Returns whether it did."""
         settings = self._config.algorithm
         every, version = settings.reference_every, self.learner.version
         renewed = settings.kl_coefficient > 0 and every > 0 and version % every == 0
@@ -85,8 +84,7 @@ class RunModels:
             self.critic.forget()
 
     def load(self, arrays: dict[str, Any], steps: int) -> None:
-        """Takes over `arrays` for `steps` training steps, and removes the learner's and the critic's arrays from
-        `arrays`."""
+        """Takes over `arrays` for `steps` training steps, and removes the learner's and the critic's from `arrays`."""
         self._reset(steps)
         self.learner.load_state(arrays.pop("learner"))
         if self.critic is not None:

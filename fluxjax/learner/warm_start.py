@@ -91,16 +91,14 @@ def begin_warm_start(config: Config, learner: Learner) -> None:
 def warm_start_source(
     config: Config, sources: Mapping[str, Source], processor: Processor, **preparing: Any
 ) -> Preparer:
-    """Returns the prompts of the warm start, in their own order of draws. `preparing` has further arguments of
-    `Preparer`."""
+    """Returns the prompts of the warm start, in an order of their own. `preparing` has arguments of `Preparer`."""
     weights = {name: config.data.sources[name].weight for name in sources}
     loader = PromptLoader(sources, weights, seed=config.seed + 1_000_003)
     return Preparer(processor, loader, config, ahead=config.warm_start.batch_size, **preparing)
 
 
 def answer_ids(processor: Processor, answer: str) -> list[int]:
-    """Returns the token ids of an answer and the end token, or an empty list if the vocabulary lacks a part of the
-    answer."""
+    """Returns the token ids of an answer and the end token, or an empty list if the vocabulary lacks some."""
     try:
         return [*processor.encode(answer), processor.eos_ids[0]]
     except PromptError:

@@ -49,11 +49,8 @@ class Display:
         self._last_hosts = 0.0  # time when lines of processes were last printed
         self._seconds: dict[str, float] = {}
         self._eval: dict[str, float] = {}
-        first, last = (
-            TextColumn("[bold]{task.description}"),
-            TextColumn("{task.fields[left]} [dim]{task.fields[words]}"),
-        )
-        columns = first, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), last
+        columns = TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        columns += (TextColumn("{task.fields[left]} [dim]{task.fields[words]}"),)
         self._progress = Progress(*columns, console=self._console)
         self._task = self._progress.add_task("starting", total=None, left="", words="")
         self._phase = "starting"
@@ -96,8 +93,7 @@ class Display:
         self._servers, self._hosts, self._preprocessors = servers, hosts, preprocessors
 
     def _drawn(self) -> Group:
-        """Returns the panel, with current tables of statuses and the last step's table. A thread of `Live` calls
-        `_drawn` several times a second."""
+        """Returns the panel, with current tables of statuses and the last step's. A thread of `Live` calls it often."""
         tables = host_table(self._hosts()), preprocessor_table(self._preprocessors()), server_table(self._servers())
         return Group(self._progress, *self._step_tables, *chain.from_iterable(tables))
 
@@ -178,8 +174,7 @@ class Display:
 
 
 def data_words(metrics: Mapping[str, float]) -> str:
-    """Says how long a step waited for pixels, how fast media were decoded, and how much was fetched. Empty without
-    pixels."""
+    """Says how long a step waited for pixels, how fast media were decoded, and how much was fetched, if any."""
     waited, frames = metrics.get("data/waited", 0.0), metrics.get("data/decoded_frames_per_second", 0.0)
     size = metrics.get("data/fetched_mb", 0.0)
     words = [f"waits {waited:.2f} s"] if size or waited else []
@@ -189,8 +184,7 @@ def data_words(metrics: Mapping[str, float]) -> str:
 
 
 def reward_words(metrics: Mapping[str, float]) -> str:
-    """Says how long rewards took, how many waited, which kinds were busy, and how many failed. Empty if only built-in
-    rules score, and no rule fails."""
+    """Says how long rewards took, how many waited, which kinds were busy, how many failed. Empty for rules alone."""
     words = []
     if "rewards/seconds_median" in metrics:
         words.append(f"{metrics['rewards/seconds_median']:.2g} s, 95 % {metrics['rewards/seconds_p95']:.2g} s")
@@ -204,8 +198,7 @@ def reward_words(metrics: Mapping[str, float]) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[Table]:
-    """Returns a list of one table, or an empty list if there are no rows. A row has a cell for each column, and a last
-    cell for words that may be cut."""
+    """Returns a list of one table, or of none without rows. A row has a cell for each column, and one for words."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
         table.add_column(column, justify="left" if column in _NAMES else "right", no_wrap=True)

@@ -86,8 +86,7 @@ class Summary:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Adds the wall time of the `with` body to the stage, except for compilation time, which the stage `compile`
-        gets."""
+        """Adds the wall time of the `with` body to the stage, except for compilation (stage `compile`)."""
         started, compiled = working_time(), compilations().seconds
         try:
             with activity(name.replace("_", " ")):
@@ -122,8 +121,7 @@ _FIGURES += ("prepare_seconds", "train_seconds", "wait_seconds", "own_seconds")
 
 
 def host_lanes(hosts: Sequence[HostStatus], step: int) -> list[Span]:
-    """Returns the stages of the last step as bars of the timeline picture, with a lane for each process. A process that
-    has not reported that step has no lane."""
+    """Returns the stages of the last step as bars of the timeline picture, in a lane for each process that has them."""
     return [
         Span(stage.name, f"process {host.process}", stage.start, stage.end, step)
         for host in hosts
@@ -182,8 +180,7 @@ class Board(Protocol):
     """A way to show the metrics of a run."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows the metrics of a step. In phases other than RL, names begin with the phase, as in
-        `eval/accuracy/digits`."""
+        """Shows the metrics of a step. Except in RL, names begin with the phase, as in `eval/accuracy/digits`."""
 
     def close(self) -> None: ...
 
@@ -241,8 +238,7 @@ class MetricsLog:
         self._boards.append(TensorBoard(run_dir / "tensorboard", resume))
 
     def log(self, phase: str, step: int, metrics: Mapping[str, float], hosts: Sequence[HostStatus] = ()) -> None:
-        """Writes the metrics of a step. `phase` is warm_start, rl or eval. `hosts` are the states of several processes
-        after the step."""
+        """Writes the metrics of a step. `phase` is warm_start, rl or eval. `hosts` are states of several processes."""
         record: dict[str, Any] = {"phase": phase, "step": step, "time": round(time.time(), 3), **metrics}
         if hosts:
             record["hosts"] = [

@@ -109,15 +109,13 @@ class Page:
 
 
 def as_json(value: Any) -> str:
-    """Returns ASCII that is JSON, and that cannot end the element of HTML around it. Raises ValueError for NaN and
-    infinity."""
+    """Returns JSON in ASCII that cannot end the element of HTML around it. Raises ValueError for NaN and infinity."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def tokens_of(record: Mapping[str, Any]) -> dict[str, Any] | str:
-    """Returns the tokens of a response: ids, log-probs, runs of versions and texts. Returns the reason if there are
-    none."""
+    """Returns the tokens of a response: ids, log-probs, runs of versions, texts; or the reason if there are none."""
     try:
         numbers = recorded_numbers(record)
     except DataError as error:

@@ -1,5 +1,4 @@
-"""Draws a run's accuracy, the stages of its last steps, and the times in which preprocessors measured and held
-media."""
+"""Draws a run's accuracy, the stages of its last steps, and when preprocessors measured and held media."""
 
 import dataclasses
 import pathlib
@@ -89,8 +88,7 @@ def of_steps(spans: Sequence[Span]) -> list[Span]:
 
 
 def timeline(spans: Sequence[Span], file: pathlib.Path) -> None:
-    """Draws the spans as a Gantt chart, with a row for each lane, seconds since the first start, and a line at each
-    step."""
+    """Draws the spans as a Gantt chart: a row for each lane, seconds since the first start, a line at each step."""
     lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane.rstrip("0123456789"), len(lane), lane))
     figure = Figure(figsize=(10, max(3.2, 1.4 + 0.3 * len(lanes))), layout="constrained")
     axes = figure.add_subplot()
@@ -222,7 +220,5 @@ def _legend(bars: Sequence[MediumBar], colours: Mapping[str, str], lost: Counter
         handles.append(Patch(facecolor="none", label=f"and {len(colours) - MOST_NAMED} more"))
     handles.append(Patch(color="#bbbbbb", label="light: the size is being read"))
     if lost:
-        handles.append(
-            Line2D([], [], color="black", marker="X", linestyle="--", label="process lost, with all media it held")
-        )
+        handles.append(Line2D([], [], color="black", marker="X", linestyle="--", label="process lost, with its media"))
     return handles

@@ -28,8 +28,7 @@ class PrometheusPort:
     `process_*`. If FLUXJAX_TOKEN is in the environment, clients must send the token as `Authorization: Bearer`."""
 
     def __init__(self, port: int, host: str = "127.0.0.1", *collectors: StatusCollector) -> None:
-        """Raises ConfigError for a taken or invalid port, and if other machines can reach the address without a
-        token."""
+        """Raises ConfigError for a taken or invalid port, or if other machines need no token to reach it."""
         self._registry = prometheus_client.CollectorRegistry()
         self._gauges: dict[str, prometheus_client.Gauge] = {}
         prometheus_client.ProcessCollector(registry=self._registry)
@@ -124,7 +123,7 @@ class HostCollector(StatusCollector):
         "prepare_seconds": (GAUGE, "time for planning, reading media and laying out the last step"),
         "train_seconds": (
             GAUGE,
-            "time in the programs of the last step, including waits for other processes within them",
+            "time in the programs of the last step, with waits for other processes within them",
         ),
         "wait_seconds": (GAUGE, "time without work before the programs of the last step"),
         "own_seconds": (GAUGE, "time for which other processes may have waited for this process in the last step"),
@@ -135,7 +134,7 @@ class HostCollector(StatusCollector):
         if len(hosts := self._statuses()) > 1:
             last = slowest(hosts)
             yield self._metric(
-                GAUGE, "slowest", "1: the other processes wait for this process", hosts, lambda host: host is last
+                GAUGE, "slowest", "1: the others wait for this process", hosts, lambda host: host is last
             )
 
 

@@ -71,8 +71,7 @@ def _file(run_dir: pathlib.Path, step: int) -> pathlib.Path:
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
-    """Returns the text of each token, also of special tokens. If a character has several tokens, the last of them has
-    its text, and the others have empty texts."""
+    """Returns the text of each token, also of special ones. Of several tokens of a character, the last has its text."""
     text_of = functools.cache(lambda some: decode(some, skip_special_tokens=False))  # tokens occur often
     texts, begun = [], 0
     for end in range(1, len(ids) + 1):
@@ -97,14 +96,11 @@ def _reference(media: Media, run_dir: pathlib.Path) -> list[str]:
 
 
 def dumped_steps(run_dir: pathlib.Path, step: int | None = None) -> list[int]:
-    """Returns the steps whose samples were dumped, the newest first, or only `step`. Raises `DataError` if there are
-    none."""
+    """Returns the steps with dumped samples, the newest first, or only `step`. Raises `DataError` if there are none."""
     names = [file.stem for file in (run_dir / SAMPLES).glob("*.jsonl")]
     steps = sorted((int(name) for name in names if name.isdecimal()), reverse=True)
     if not steps:
-        raise DataError(
-            f"{run_dir} is no run folder with samples (report.dump_samples_every says when a run writes some)"
-        )
+        raise DataError(f"{run_dir} is no run folder with samples (see report.dump_samples_every)")
     if step is not None and step not in steps:
         raise DataError(f"{run_dir} has no samples of step {step}, only of {', '.join(map(str, steps))}")
     return steps if step is None else [step]
@@ -125,8 +121,7 @@ def read_samples(run_dir: pathlib.Path, step: int) -> list[dict[str, Any]]:
 
 
 def recorded_numbers(record: Mapping[str, Any]) -> ResponseNumbers | None:
-    """Returns the numbers of a sample's response, or None if the record has none. Raises `DataError` if they are
-    damaged."""
+    """Returns the numbers of a sample's response, or None without any. Raises `DataError` if they are damaged."""
     try:
         return numbers_of(base64.b64decode(record["numbers"], validate=True)) if "numbers" in record else None
     except (ValueError, TypeError) as error:

@@ -28,8 +28,7 @@ MEMORY_GIB = 4.0  # memory that a process of a user's reward may take beside its
 
 @dataclasses.dataclass(frozen=True)
 class Callee:
-    """The way to call a reward: `function(*arguments(completions))`, for one completion, or for several if `batched`.
-    Its `kind` selects the bounds of calls."""
+    """The way to call a reward: `function(*arguments(completions))`, `batched` or not. `kind` selects the bounds."""
 
     function: Callable[..., Any]
     arguments: Callable[[Sequence[Completion]], tuple[Any, ...]]
@@ -216,17 +215,13 @@ async def _awaited(function: Callable[..., Awaitable[Any]], *arguments: Any) -> 
 
 
 class ProcessCaller(Caller):
-    """Calls a reward, which must have an import path, in processes. A process that takes too long, or too much memory,
-    is killed."""
+    """Calls a reward, which must have an import path, in processes. Too much time or memory ends a process."""
 
     def __init__(self, found: FoundReward, bounds: RewardKindConfig, slots: Slots) -> None:
         super().__init__(slots, Callee.of(found.value).batched)
         path, name = f"{__name__}:scoring_function", found.name
-        made_with, count, seconds = (
-            {"name": name, "arguments": dict(found.arguments)},
-            bounds.concurrency,
-            bounds.seconds,
-        )
+        made_with = {"name": name, "arguments": dict(found.arguments)}
+        count, seconds = bounds.concurrency, bounds.seconds
         self._pool = WorkerPool(path, count, seconds=seconds, memory_gib=MEMORY_GIB, name=name, made_with=made_with)
 
     async def call(self, completions: Sequence[Completion]) -> list[Any]:

@@ -54,7 +54,7 @@ class TimeLimits:
             raise ConfigError(f"time limits: 0 < minimum <= maximum is needed, got {self.minimum} and {self.maximum}")
         if not 1 <= self.factor < float("inf"):
             raise ConfigError(
-                f"time limits: factor is {self.factor}; it must be at least 1, or right answers would be cut off"
+                f"time limits: factor is {self.factor}; it must be at least 1, to cut off no right answer"
             )
 
     def seconds(self, case: str) -> float:
@@ -72,8 +72,7 @@ _OBJECT = {"object": True}
 
 @dataclasses.dataclass(eq=False)
 class CodeReward(BuiltIn):
-    """Gives 1 if the code of a response passes every test of its task, else 0. Raises `ConfigError` if the sandbox
-    cannot work."""
+    """Gives 1 if a response's code passes all tests of its task, else 0. Raises `ConfigError` if it can't work."""
 
     name = kind = "code"
     counted = "runs", "timed_out", "killed"
@@ -102,8 +101,7 @@ class CodeReward(BuiltIn):
         self._inside = {f"inside/{file.name}": file.read_bytes() for file in files if file.name.endswith(".py")}
 
     async def score(self, completion: Completion) -> Reward:
-        """Returns the reward. Raises `DataError` for an answer that is no task, or whose tests cannot run here, and
-        `SandboxError` if the sandbox fails."""
+        """Returns the reward. Raises `DataError` for an answer that is no task, or can't run here; `SandboxError`."""
         task = read_task(completion.prompt)
         code = find_code(completion.text, task.entry_point)
         if not code:
@@ -307,8 +305,7 @@ def find_code(text: str, entry_point: str = "") -> str:
 
 
 def _dedented(body: str, columns: int) -> str:
-    """Removes the fence's `columns` of indentation from lines (CommonMark 0.31, 4.5), but no more than the first line
-    with text has."""
+    """Removes the fence's `columns` of indentation (CommonMark 0.31, 4.5), but no more than the first text has."""
     first = re.search(r"^[ \t]*+(?=\S)", body, re.MULTILINE)
     columns = min(columns, len(first[0]) if first else 0)
     return re.sub(rf"^[ \t]{{1,{columns}}}", "", body, flags=re.MULTILINE) if columns else body

@@ -96,8 +96,7 @@ def last_place(text: str) -> Fraction:
 
 def near(wanted: Fraction, found: Fraction, places: Sequence[Fraction], tolerance: float) -> bool:
     """Says whether two numbers differ by rounding only: by at most `tolerance` times the larger absolute value, and by
-    less than the largest of `places`. `places` has each number's `last_place`; if all are 0, the second bound is left
-    out."""
+    less than the largest of `places`. `places` has each number's `last_place`; all 0: no second bound."""
     difference, place = abs(wanted - found), max(places)
     return difference <= Fraction(str(tolerance)) * max(abs(wanted), abs(found)) and not (place and difference >= place)
 

@@ -5,8 +5,7 @@ Math-verify accepts these pairs as equal; `strict` refuses them:
 - `(1,2)` and `\{1,2\}`: math-verify reads the first as an interval, and compares the ends;
 - any two equations for which sympy lists no solution, such as `AB = BA + 1` and `AB = BA`.
 
-Math-verify accepts numbers that are equal to six decimals, as two small numbers always are. Numbers are therefore
-compared here.
+Numbers are compared here, because math-verify accepts numbers that are equal to six decimals, as small ones always are.
 """
 
 import contextlib
@@ -37,8 +36,7 @@ _library_equal = grader.sympy_numeric_eq
 
 
 def equal(question: Mapping[str, Any]) -> bool:
-    """Says whether the LaTeX `given` equals `reference`; without `given`, whether `reference` can be read. The caller
-    bounds the time of a call."""
+    """Says whether the LaTeX `given` equals `reference`; without `given`, whether `reference` can be read."""
     global _tolerance
     if "given" not in question:
         return not isinstance(_parsed(str(question["reference"]))[0], str)

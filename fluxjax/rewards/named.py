@@ -99,8 +99,7 @@ def find_reward(name: str, field: str = "reward", arguments: Mapping[str, Any] |
 
 
 class BuiltIn:
-    """The base of built-in rewards that are dataclasses of parameters. `name` is a reward's name in `REWARDS`; `kind`
-    selects the bounds of its calls."""
+    """The base of built-in rewards. `name` is that in `REWARDS`; `kind` selects the bounds of calls."""
 
     name: ClassVar[str]
     kind: ClassVar[str] = "rule"
@@ -170,8 +169,7 @@ def _number(value: Any) -> float:
 
 
 def as_batch(results: Any, count: int) -> list[Any]:
-    """Returns a batched reward's answers, one for each of `count` responses. Raises RewardFailure unless
-    `results` is a sequence of `count` answers."""
+    """Returns a batched reward's answers. Raises RewardFailure unless `results` is a sequence of `count` answers."""
     if callable(tolist := getattr(results, "tolist", None)):  # an array
         results = tolist()
     if not isinstance(results, Sequence) or isinstance(results, str | bytes):

@@ -42,8 +42,7 @@ def digits(prompt: Prompt, text: str) -> Reward:
 
 
 def number(prompt: Prompt, text: str) -> Reward:
-    """Gives 1 if the last number in the text equals the last number in the answer: `1,000`, `1000.0` and `2000/2` are
-    equal. Gives 0 if either text has no number."""
+    """Gives 1 if text and answer have equal last numbers, such as `1,000`, `1000.0` and `2000/2`, else 0."""
     given, wanted = _number(text), _number(prompt.answer)
     return RIGHT if given is not None and given == wanted else WRONG
 

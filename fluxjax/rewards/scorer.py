@@ -1,5 +1,4 @@
-"""Scores responses by the rewards of each source. A single call that raises, hangs or returns nonsense can't end a
-run."""
+"""Scores responses by the rewards of each source. A call that raises, hangs or returns nonsense can't end a run."""
 
 from __future__ import annotations
 
@@ -118,8 +117,7 @@ class WeightedSum:
         return any(reward.caller is not None for reward in self.rewards.values())
 
     async def score(self, completion: Completion, progress: float) -> Reward:
-        """Returns the sum of a completion's rewards, weighted as at `progress` (in [0, 1]). `parts` has the
-        unweighted values."""
+        """Returns the sum of a completion's rewards, weighted as at `progress` (in [0, 1]), and unweighted `parts`."""
         if not self.weights:
             (reward,) = self.rewards.values()
             return await reward.score(completion)
@@ -213,14 +211,12 @@ class Scorer:
     # --- scoring --------------------------------------------------------------------------------
 
     async def score(self, prompt: Prompt, response: Response) -> Reward:
-        """Returns the reward of one response. A reward's failure never raises; an unknown source raises `KeyError`. The
-        run's progress at the prompt's first response, read before the first `await`, sets the weights for all responses
-        to the prompt."""
+        """Returns the reward of one response. Raises `KeyError` for an unknown source, nothing for a reward's failure.
+        The run's progress at the prompt's first response, read before any `await`, sets the weights for all."""
         rewards = self._training[prompt.source]
         progress = self._of_prompt(prompt.draw) if rewards.changes else 0.0
-        completion = Completion(
-            prompt, self.decode(response.last_turn), response.num_trained, response.finish, response.rewards
-        )
+        text = self.decode(response.last_turn)
+        completion = Completion(prompt, text, response.num_trained, response.finish, response.rewards)
         return await self._measured(rewards, completion, progress)
 
     async def score_text(self, prompt: Prompt, text: str, episode: tuple[float, ...] = ()) -> Reward:
@@ -329,8 +325,7 @@ class Scorer:
     def _guarded(
         self, source: str, name: str, field: str, arguments: Mapping[str, Any] | None = None, given: Any = None
     ) -> GuardedReward:
-        """Returns the reward of this name and these arguments, or the object that is `given` in its place. Raises
-        `ConfigError`."""
+        """Returns the reward of this name and arguments, or the object `given` in its place. Raises `ConfigError`."""
         if given is None:
             found = find(name, field, arguments)
         elif is_reward(given) and not inspect.isclass(given):

@@ -16,9 +16,7 @@ from .named import BuiltIn
 from .rules import RIGHT, WRONG
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_THOUGHT_AND_ANSWER = re.compile(
-    r"\s*+<think>\s*+(?!</think>).*</think>\s*+<answer>\s*+(?!</answer>).*</answer>\s*", re.DOTALL
-)
+_TAGGED = re.compile(r"\s*+<think>\s*+(?!</think>).*</think>\s*+<answer>\s*+(?!</answer>).*</answer>\s*", re.DOTALL)
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,7 +44,7 @@ class Format(BuiltIn):
     async def score(self, completion: Completion) -> Reward:
         if not self.pattern:
             once = all(completion.text.count(tag) == 1 for tag in _TAGS)
-            return RIGHT if once and _THOUGHT_AND_ANSWER.fullmatch(completion.text) else WRONG
+            return RIGHT if once and _TAGGED.fullmatch(completion.text) else WRONG
         try:
             matched = await self._pool.acall({"pattern": self.pattern, "text": sendable(completion.text)})
         except WorkerTimeout:
@@ -66,9 +64,7 @@ class Overlong(BuiltIn):
 
     name = "overlong"
     most_tokens: int = bounded(0, lambda n: n > 0, "be positive: set it to rollout.max_new_tokens")
-    interval: int = bounded(
-        0, lambda n: n > 0, "be positive: a response loses reward from most_tokens - interval tokens on"
-    )
+    interval: int = bounded(0, lambda n: n > 0, "be positive: reward falls from most_tokens - interval tokens on")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,10 +25,9 @@ _BETWEEN_ITEMS = re.compile(r"->|→|[\n;,>]")
 
 @dataclasses.dataclass(frozen=True)
 class NumericAnswer(BuiltIn):
-    """Gives 1 if the marked number, or else the text's last number, is near the prompt's answer. A number is near if it
-    differs by at most `tolerance` times the answer, or by at most `absolute`. A tolerance of 0.05 is ChartQA's "relaxed
-    accuracy" (arXiv:2203.10244, section 5.1). `12 %` counts as 0.12. Raises ValueError if the prompt's answer has no
-    number."""
+    """Gives 1 if the marked, or else the last, number is near the prompt's answer. A number is near if it differs by at
+    most `tolerance` times the answer, or by at most `absolute`. A tolerance of 0.05 is ChartQA's "relaxed accuracy"
+    (arXiv:2203.10244, section 5.1). `12 %` counts as 0.12. Raises ValueError for an answer without a number."""
 
     name = "numeric"
     tolerance: float = not_negative(0.05)
@@ -179,8 +178,7 @@ def _options(question: str, marks: Sequence[re.Match[str]]) -> dict[str, str]:
 
 
 def chosen(text: str, options: Mapping[str, str]) -> set[str]:
-    """Returns the letters that the text chooses: one letter if the choice is clear. Without `options`, all `LETTERS`
-    count."""
+    """Returns the letters that the text chooses: one if the choice is clear. Without `options`, all `LETTERS` count."""
     if len(text) > _LONGEST:
         return set()
     plain = normalise(text)
@@ -199,18 +197,14 @@ def _letters(text: str, known: set[str]) -> set[str]:
 
 
 def _named(plain: str, options: Mapping[str, str]) -> set[str]:
-    """Returns the letters of options whose text stands in `plain` as complete words, but not within the text of a
-    longer option in `plain`."""
+    """Returns the letters of options whose text stands in `plain` as complete words, not within a longer option."""
     held = {
         letter: option
         for letter, option in options.items()
         if option and re.search(rf"(?<!\w){re.escape(option)}(?!\w)", plain)
     }
-    return {
-        letter
-        for letter, option in held.items()
-        if not any(option != longer and option in longer for longer in held.values())
-    }
+    inner = {short for short in held.values() for long in held.values() if short != long and short in long}
+    return {letter for letter, option in held.items() if option not in inner}
 
 
 # --- boxes ------------------------------------------------------------------------------------

@@ -105,8 +105,7 @@ def run_mesh(config: Config) -> Mesh:
 
 
 def build_model(config: Config, sources: Mapping[str, Source], mesh: Mesh | None = None) -> tuple[Decoder, Processor]:
-    """Returns the model with its weights, and the processor. Raises the errors of `describe_model` and
-    `build_weights`."""
+    """Returns the model with its weights, and the processor. Raises what `describe_model` and `build_weights` raise."""
     sizes, processor = describe_model(config, sources)
     return build_weights(config, sizes, mesh), processor
 
@@ -134,9 +133,8 @@ def check_reference(config: Config) -> None:
 
 
 def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[DecoderConfig, Processor]:
-    """Returns the sizes of the model, and the processor, without reading weights. The tokenizer of a tiny model is
-    built from the prompts and answers of the training `sources`. Raises `ConfigError` if the checkpoint folder or the
-    sizes can't be used."""
+    """Returns the sizes of the model, and the processor, without reading weights. A tiny model's tokenizer is built
+    from the texts of the training `sources`. Raises `ConfigError` for unusable folders and sizes."""
     data = config.data
     if config.model.path:
         path = pathlib.Path(config.model.path)
@@ -326,19 +324,3 @@ class NoPixels:
 
     def draw(self, file: pathlib.Path) -> None: ...
     def close(self) -> None: ...
-
-
-def open_pixels(
-    config: Config,
-    processor: Processor,
-    gang: Team,
-    run_dir: pathlib.Path,
-    token: str,
-    note: Callable[[float, float, int], None] = lambda start, end, bytes: None,
-) -> AnyPixels:
-    """Returns the pixels of this process. Parameters and errors are those of `Pixels`."""
-    if not processor.vision:
-        return NoPixels()
-    from .pixels import Pixels
-
-    return Pixels(config, processor, gang, run_dir, token, note)

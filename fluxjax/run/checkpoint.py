@@ -1,9 +1,8 @@
 """Checkpoints with Orbax: written asynchronously and atomically, and restored onto any mesh.
 
-A checkpoint holds everything that decides the rest of the run. It has arrays (parameters, optimizer state) and a JSON
-part (coordinator, data position, weight version, counts of the summary). Checksums of all files are written before the
-checkpoint gets its final name. Older checkpoints stay until then. A run compares the checksums before it restores a
-checkpoint.
+A checkpoint holds all that decides the rest of the run: arrays (parameters, optimizer state) and a JSON part
+(coordinator, data position, weight version, counts of the summary). Checksums of all files are written before it gets
+its final name, until which older ones stay. A run compares the checksums before it restores a checkpoint.
 """
 
 from __future__ import annotations
@@ -77,8 +76,7 @@ class Checkpoints:
     def undamaged(self) -> int | None:
         """Waits for a write under way. Returns the newest step whose checkpoint is undamaged, or None if there are no
         checkpoints. Logs each newer checkpoint with its damaged file. If no checkpoint has the right checksums, returns
-        the newest step without checksums, which is from an earlier release. Raises `ResumeError` if all checkpoints are
-        damaged."""
+        the newest step without checksums, which is from an earlier release. Raises `ResumeError` if all are damaged."""
         self.wait()
         steps = self._there()
         for step in steps:
@@ -103,8 +101,7 @@ class Checkpoints:
         return step
 
     def _there(self) -> list[int]:
-        """Returns the steps that have a folder, the newest first, including damaged folders that Orbax does not
-        list."""
+        """Returns the steps that have a folder, the newest first, even damaged ones, which Orbax does not list."""
         names = (path.name for path in self.folder.iterdir()) if self.folder.is_dir() else ()
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
@@ -205,8 +202,7 @@ class Checkpoints:
         )
 
     def _begin_afresh(self, error: Exception) -> None:
-        """Replaces the manager. The old manager would report its failure again; a new manager removes partial
-        folders."""
+        """Replaces the manager. The old one would report its failure again; a new one removes partial folders."""
         if jax.process_count() > 1:  # the other processes are still writing, and would wait for this one
             raise ResumeError(f"a checkpoint can't be written to {self.folder}: {error}") from error
         self._note_failure(error)
@@ -238,8 +234,7 @@ class SummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
 
 def write_sums(folder: pathlib.Path) -> None:
-    """Writes the xxh3-128 of every file below `folder`, and flushes the files to the disk. Raises OSError if a file
-    can't be read."""
+    """Writes the xxh3-128 of every file below `folder`, and flushes the files to the disk. Raises OSError."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     with ThreadPoolExecutor(_THREADS) as threads:
         digests = threads.map(functools.partial(_digest, sync=True), files)
@@ -249,8 +244,7 @@ def write_sums(folder: pathlib.Path) -> None:
 
 
 def damage(folder: pathlib.Path) -> str:
-    """Returns the name and the damage of a file below `folder` that has changed since `write_sums`, or "". Files that
-    were added after `write_sums` do not count."""
+    """Returns the name and the damage of a file below `folder` that has changed since `write_sums`, or ""."""
     try:
         sums = json.loads((folder / SUMS).read_bytes())
         with ThreadPoolExecutor(_THREADS) as threads:
@@ -278,8 +272,7 @@ _WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Returns False for tracebacks through Orbax. After a failed write, hundreds of lines of tracebacks would hide the
-    line of `_note_failure`."""
+    """Returns False for tracebacks through Orbax, whose hundreds of lines would hide the line of `_note_failure`."""
     trace = record.exc_info[2] if record.exc_info else None
     while trace is not None:
         if f"{os.sep}orbax{os.sep}" in trace.tb_frame.f_code.co_filename:

@@ -30,8 +30,7 @@ _REMEMBERED = 4  # steps; model inputs are kept for as many announced prompts as
 
 
 class Follower:
-    """A training process other than process 0, with its own share of learner, prompts and media. The run folder must
-    exist."""
+    """A training process other than 0, with its own share of learner, prompts and media. The run folder must exist."""
 
     def __init__(self, config: Config, gang: Gang, run_dir: pathlib.Path, token: str) -> None:
         self._gang = gang
@@ -74,9 +73,8 @@ class Follower:
                 self._learn(order)
             case Gather():
                 learner = self._learner
-                brought(
-                    learner.trained(learner.params) if order.adapters else learner.weights(), learner.mesh, keep=False
-                )
+                params = learner.trained(learner.params) if order.adapters else learner.weights()
+                brought(params, learner.mesh, keep=False)
             case Save():
                 self._parts.checkpoints.write(order.step, self._models.arrays(), {})
             case Restore():

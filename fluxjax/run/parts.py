@@ -38,10 +38,11 @@ from ..learner.run_models import RunModels
 from ..runtime.conversations import longer, session_of, turn_request
 from ..runtime.engine_pool import EnginePool, engine_count, engines_sleep
 from ..runtime.ports import Environments, EvaluationGivenUp
-from .build import AnyPixels, build_learning, open_pixels, run_mesh, sampling_params
+from .build import AnyPixels, NoPixels, build_learning, run_mesh, sampling_params
 from .checkpoint import Checkpoints
 
 if TYPE_CHECKING:
+    from ..data.materializer import NoteFetch
     from ..learner.learner import Learner
     from ..runtime.fleet_pool import EngineServers, FleetPool
     from ..sizing.check import DeviceRoom
@@ -103,13 +104,17 @@ def assemble(
     gang: Team,
     run_dir: pathlib.Path,
     token: str,
-    fetched: Callable[[float, float, int], None] = lambda start, end, bytes: None,
+    fetched: NoteFetch = lambda start, end, bytes: None,
     read_only: bool = False,
 ) -> Parts:
     """Builds the parts of one process from the settled configuration. Collective. `token` and `fetched` are the
     arguments `token` and `note` of `Pixels`. With `read_only`, nothing changes in the run's folder, and the checkpoint
     shows whether there is a critic. Raises `ConfigError` and the errors of `Pixels`."""
-    pixels = open_pixels(config, processor, gang, run_dir, token, fetched)
+    pixels: AnyPixels = NoPixels()
+    if processor.vision:
+        from .pixels import Pixels
+
+        pixels = Pixels(config, processor, gang, run_dir, token, fetched)
     learning = build_learning(
         config, sizes, processor, token_loss=algorithm.token_loss, links=gang.links, materializer=pixels.materializer
     )
@@ -167,7 +172,7 @@ def settled_remat(
     )
     if not verdict.fits:
         raise ConfigError(
-            "\n".join([*verdict.answer(), "Or start the run without this check: --config.sharding.preflight=false"])
+            "\n".join([*verdict.answer(), "To start without this check: --config.sharding.preflight=false"])
         )
     return verdict.remat
 

@@ -1,12 +1,11 @@
-"""The pixels of a process: the media store, which decodes media, and the materializer, which fetches the pixels of
-batches."""
+"""The pixels of a process: the media store, which decodes, and the materializer, which fetches for batches."""
 
 from __future__ import annotations
 
 import contextlib
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from models.processing import Processor
 
@@ -15,7 +14,7 @@ from ..base.timeline import Span
 from ..batch.composer import Team
 from ..config import Config
 from ..data.local_store import GIB, LocalStore, StoreStats
-from ..data.materializer import Materialized, Materializer
+from ..data.materializer import Materialized, Materializer, NoteFetch
 from ..data.near_pixels import NearPixels
 from ..data.shadows import MediaIndex, ProxyMedia
 from ..hosts.orders import UNKNOWN_PLACE
@@ -31,16 +30,9 @@ class Pixels:
     exchange the addresses of their preprocessors."""
 
     def __init__(
-        self,
-        config: Config,
-        processor: Processor,
-        gang: Team,
-        run_dir: pathlib.Path,
-        token: str,
-        note: Callable[[float, float, int], None] = lambda start, end, bytes: None,
+        self, config: Config, processor: Processor, gang: Team, run_dir: pathlib.Path, token: str, note: NoteFetch
     ) -> None:
-        """`token` is that of the run. `note` gets the start, the end and the number of bytes of each fetch. Raises
-        DataError if the preprocessors can't be started."""
+        """`token` is that of the run. Raises DataError if the preprocessors can't be started."""
         self._note, self._metrics = note, DataMetrics()
         self._began: float | None = None  # time of the run's first request of prompts
         self._first_batch: float | None = None  # seconds from `begin` to the end of the first fetch
@@ -50,9 +42,8 @@ class Pixels:
         if data.preprocessors:
             self.store = self._preprocessed(config, processor, gang, run_dir, token)
         else:
-            self.store = self._open.enter_context(
-                contextlib.closing(LocalStore(processor.settings, data, workers=data.workers))
-            )
+            store = LocalStore(processor.settings, data, workers=data.workers)
+            self.store = self._open.enter_context(contextlib.closing(store))
         near, self.fetch = None, self.store.fetch
         if isinstance(self.store, FlightStore) and data.near_gib:
             near = NearPixels(self.store, int(data.near_gib * GIB))
@@ -156,8 +147,7 @@ class DataMetrics:
         self, moved: Materialized, stats: StoreStats, known: float, preprocessors: Sequence[PreprocessorStatus]
     ) -> dict[str, float]:
         """Returns the metrics since the last call, by their names in `metrics.jsonl`. `moved` and `stats` are totals.
-        `known` is the `time.perf_counter` at which `stats` were read. The rate of frames stays until newer stats are
-        read."""
+        `known` is the `time.perf_counter` at which `stats` were read. The rate of frames is the newest."""
         moved_before, stats_before, self._moved, self._stats = self._moved, self._stats, moved, stats
         size, fetching = moved.bytes - moved_before.bytes, moved.fetching - moved_before.fetching
         frames = stats.decoded_frames - stats_before.decoded_frames

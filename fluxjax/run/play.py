@@ -28,9 +28,8 @@ _ROLES = ("user", "tool")  # templates that strip earlier thinking behind a user
 
 @dataclasses.dataclass(eq=False)
 class Play:
-    """The way of a run to its environments. Media of observations become files in `folder` (None: a temporary
-    folder). `note(environment, text)` is called for each failure. Raises ConfigError if the chat template can't show
-    observations."""
+    """The way of a run to its environments. Media of observations become files in `folder` (None: a temporary folder).
+    `note(environment, text)` is called for each failure. Raises ConfigError for an unusable chat template."""
 
     config: Config
     processor: Processor
@@ -64,8 +63,7 @@ class Play:
         return {} if self.episodes is None else self.episodes.pool.metrics()
 
     async def demonstrated(self, prepared: PreparedPrompt) -> tuple[PreparedPrompt, Response] | str:
-        """Returns an episode whose turns its environment demonstrates, or why there is none. Raises ConfigError if the
-        environment can't demonstrate turns."""
+        """Returns an episode that its environment demonstrates, or why there is none. Raises ConfigError."""
         assert self.episodes is not None
         try:
             return await self.episodes.demonstrated(prepared)

@@ -64,8 +64,7 @@ def computed_again(
     recorded: Response, prepared: PreparedPrompt, run: Any, engine_of: Callable[[int], Engine]
 ) -> Recomputation:
     """Computes a response again with the seeds and the sampling of its requests: turn by turn, version by version, each
-    behind the recorded tokens and observations. `run` is a `FluxTrainer`; `engine_of` returns an engine of a version's
-    weights."""
+    behind the recorded tokens and observations. `run` is a `FluxTrainer`; `engine_of` returns a version's engine."""
     end, turn, observed, gap = 0, 0, 0, 0.0
     for version, same in itertools.groupby(recorded.versions):
         start, end = end, end + len(list(same))

@@ -21,8 +21,7 @@ from .parts import Parts
 
 class RunState:
     """The coordinator, the position in the prompts, the counts of rewards and summary, the replay buffer, and the
-    models' arrays. Only process 0 has this `runtime.ports.Checkpointer`. It tells the other processes to save or
-    restore their parts."""
+    models' arrays. Only process 0 has this `runtime.ports.Checkpointer`, which makes the others save or restore."""
 
     def __init__(
         self,
@@ -37,8 +36,7 @@ class RunState:
         read_only: bool = False,
     ) -> None:
         """`policy` makes a user's scheduling policy (None: the configuration names the policy). The summary's total
-        time begins at `began` (`time.monotonic`). The attribute `asked` has the run's steps and intervals, and `fit`
-        replaces it."""
+        time begins at `began` (`time.monotonic`). `asked` has the run's steps and intervals; `fit` replaces it."""
         self._parts, self._gang, self._policy, self._read_only = parts, gang, policy, read_only
         self.asked, self.prompts, self._rewards, self.summary = parts.config, prompts, rewards, summary
         self.prepared: dict[int, PreparedPrompt] = {}  # by draw: prompts that a resumed coordinator still needs
@@ -60,8 +58,7 @@ class RunState:
 
     def resume(self) -> int | None:
         """Loads again the checkpoint that `load` loaded last, or else the newest undamaged one. Returns the step, or
-        None without a checkpoint. A second load is needed because `fit` may have changed the run's steps and
-        prompts."""
+        None without a checkpoint. `fit` may have changed the run's steps and prompts."""
         step = self._parts.checkpoints.undamaged() if self.loaded is None else self.loaded
         return None if step is None else self.load(step)
 
@@ -120,8 +117,7 @@ class RunState:
             checkpoints.write(step, arrays, state | further)
 
     def save_now(self) -> None:
-        """Starts a checkpoint, while nothing generates or trains. Raises `ResumeError` before the warm start is
-        over."""
+        """Starts a checkpoint, while nothing generates or trains. Raises `ResumeError` during the warm start."""
         if not self.started:
             raise ResumeError("there is nothing to save yet: the run has not started")
         self.save(self.coordinator.step, self.state())

@@ -185,8 +185,7 @@ class FluxTrainer:
         return models.merge(models.split(self.parts.model)[0], self.weights())
 
     def weights(self) -> dict[str, Any]:
-        """Returns the model's present parameters, which lie on the learner's mesh or, with several processes, in the
-        memory of process 0."""
+        """Returns the parameters, on the learner's mesh or, with several processes, in the memory of process 0."""
         self.gang.stepped(self.learner.idle)
         return self.gang.whole(self.learner.weights, self.learner.mesh)
 
@@ -256,9 +255,8 @@ class FluxTrainer:
         return run_async(measure())
 
     def stop(self) -> None:
-        """Ends `fit` with a checkpoint after the present step, or within the step if dynamic sampling would draw more
-        prompts for it. A warm start is completed first; an evaluation is given up. May be called from any thread or
-        signal handler."""
+        """Ends `fit` with a checkpoint after this step, or within it if dynamic sampling would draw more. A warm start
+        is completed first; an evaluation is given up. Any thread or signal handler may call it."""
         self._stopping = self.display.stopping = True
         if self._runtime is not None:
             self._runtime.request_stop(_STOPPED)
@@ -407,8 +405,7 @@ class FluxTrainer:
         return await self._runtime.run()
 
     async def _evaluated(self, full: bool) -> dict[str, float]:
-        """Returns the held-out accuracy of the engine's weights. Without `full`, at most `_DURING` prompts of each
-        source are answered."""
+        """Returns the held-out accuracy of the engine's weights. Not `full`: at most `_DURING` prompts of a source."""
         samples = self.config.evaluation.samples
         with self.summary.stage("eval"):
             limit = samples if full else min(samples, _DURING)

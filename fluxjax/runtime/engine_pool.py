@@ -151,8 +151,7 @@ def engines_sleep(config: Config, alone: bool, own_policy: bool = False) -> bool
 
 
 def engines_a_device(devices: Sequence[Any]) -> int:
-    """Returns the largest number of engines on one device. `devices` has the devices of all engines; a device that
-    engines share is repeated."""
+    """Returns the largest number of engines on one device. `devices` has each engine's; shared ones are repeated."""
     return -(-len(devices) // len(set(devices)))
 
 

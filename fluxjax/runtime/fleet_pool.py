@@ -107,8 +107,7 @@ class FleetPool:
         self._watch = ServerWatch(self.servers, lambda: self._file.look() if self.fleet.started else ())
 
     def _add_seats(self, degree: int, count: int) -> Sequence[FleetEngine]:
-        """Adds the engines of `count` servers that have `degree` devices each. If there are servers of several degrees,
-        a server starts when its engine first wakes."""
+        """Adds engines of `count` servers of `degree` devices. With several degrees, they start when first awake."""
         config, servers = self._config, self._config.servers
         alone = not config.parallelism.enabled
         prefix, name = ("server-", "server") if alone else (f"server-{degree}-", f"{degree}-device server")
@@ -156,8 +155,7 @@ class FleetPool:
             self._local_servers.close()
 
     def servers(self) -> Sequence[ServerStatus]:
-        """Returns the status of each server that has an address. A server of the run gets its address when it starts.
-        May be called from any thread."""
+        """Returns the status of each server that has an address, as those that started. Any thread may call it."""
         return [server for server in self.fleet.servers() if server.address]
 
     def lanes(self, spans: Sequence[Span]) -> Sequence[Span]:
@@ -238,9 +236,7 @@ def _check_sglang(python: str, model: DecoderConfig, checkpoint: pathlib.Path) -
             "servers.python to the interpreter of an environment that has SGLang"
         )
     if python and shutil.which(python) is None:
-        raise ConfigError(
-            f"servers.python: there is no program {python}; on a CPU, bash scripts/install_sglang.sh makes .sglang"
-        )
+        raise ConfigError(f"servers.python: no program {python}; on a CPU, scripts/install_sglang.sh makes .sglang")
     if model.names is not ARCHITECTURES[model.architecture].published:
         raise ConfigError(
             f"model.path: {checkpoint} has tensors named model.language_model.*, which SGLang 0.5.23 can't start from; "
@@ -292,9 +288,7 @@ def _command(config: Config, checkpoint: pathlib.Path, number: int, degree: int)
 
 def _check_reachable(config: Config, address: str) -> None:
     if config.parallelism.enabled:
-        raise ConfigError(
-            f"{address} can't join a run with parallelism.min_degree, because such a run starts its servers itself"
-        )
+        raise ConfigError(f"{address} can't join a run with parallelism.min_degree, which starts its servers itself")
     route = config.weights.chosen(config.servers)
     if route in (Route.SHM, Route.IPC) and not on_this_host(address):
         raise ConfigError(

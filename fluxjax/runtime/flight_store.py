@@ -64,8 +64,7 @@ class FlightStore(Places):
             return _LOOKS * max(len(self.seats), 1)
 
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
-        """Returns a ticket or an error for each of these media, in this order. Raises DataError if no place can look at
-        them."""
+        """Returns a ticket or an error for each of these media, in order. Raises DataError without a usable place."""
         with self.lock:
             looks = [self._looks.get(ref) or self._begin_look(ref) for ref in refs]
         return [self.result(look) for look in looks]

@@ -132,8 +132,7 @@ class Places:
                 self._holders.put(Ticket.parse(ticket).ref, (seat, seat.link))
 
     def holder(self, ticket: str) -> str:
-        """Returns the name of the place that holds this ticket's medium, for a `hint` in another process; "" if no
-        holder is known."""
+        """Returns the name of the place that holds this ticket's medium, for a `hint` in another process, or ""."""
         with self.lock:
             seat = self._holder(Ticket.parse(ticket).ref)
             return "" if seat is None else seat.name
@@ -186,8 +185,7 @@ class Places:
     # These methods need the lock:
 
     def lose(self, seat: PlaceSeat, link: FlightPlace, reason: str) -> bool:
-        """Gives up the connection `link`, with which a caller had trouble. Returns False, and does nothing, if the
-        place has another connection by now."""
+        """Gives up the connection `link`, which failed. Returns False, and does nothing, if the place has another."""
         if seat.link is not link:
             return False
         link.close()
@@ -201,8 +199,7 @@ class Places:
         return True
 
     def check(self) -> None:
-        """Raises DataError if the store is closed or has failed, if a place refuses this client, or if for more than
-        `patience` seconds no place was connected."""
+        """Raises DataError if the store is closed or failed, a place refuses, or none is connected for `patience` s."""
         if self._closed:
             raise DataError("the media store is closed")
         if self._failure:

@@ -76,8 +76,7 @@ class Checkpointer(Protocol):
         ...
 
     def save(self, step: int, state: State) -> None:
-        """Saves a checkpoint. The trainer's thread calls `save`, so that nothing is trained meanwhile; writing may go
-        on in the background."""
+        """Saves a checkpoint, in the trainer's thread, as nothing may be trained meanwhile. Writing may end later."""
         ...
 
 

@@ -86,8 +86,7 @@ class Runtime:
         self._weights: dict[int, Mapping[str, Any]] = {}  # by version: the coordinator's version and newer ones
 
     async def run(self) -> messages.Finish:
-        """Runs until the coordinator is finished; may be called once. Raises what a collaborator raised, or
-        `CoordinatorError`."""
+        """Runs, once, until the coordinator is finished. Raises what a collaborator raises, or `CoordinatorError`."""
         self._loop = asyncio.get_running_loop()
         self._post(messages.Started(self.engines[0].stats().version))
         try:
@@ -116,9 +115,8 @@ class Runtime:
     # --- the loop -------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        """Carries out every instruction in a task of its own. Tasks begin in the order of their instructions, and
-        before the next event is handled. Up to its first wait, a task therefore sees the state in which the coordinator
-        gave the instruction."""
+        """Carries out every instruction in a task of its own. Tasks begin in the order of instructions, before the next
+        event is handled. Up to its first wait, a task sees the state in which the coordinator instructed it."""
         while self.coordinator.finished is None:
             event = await self._events.get()
             for heard in [self._time(), event] if self.tick else [event]:
@@ -190,8 +188,7 @@ class Runtime:
         await self._submit({request.engine for request in order.requests}, begin)
 
     async def _submit(self, numbers: set[int], begin: Callable[[], None]) -> None:
-        """Pauses engines until `begin` has queued every request, so that only the order of requests decides what the
-        engines compute."""
+        """Pauses engines until `begin` has queued every request: only their order decides what engines compute."""
         engines = [self.engines[number] for number in sorted(numbers)]
         async with self._submitting:
             await on_all(engines, lambda engine: engine.pause())
@@ -439,9 +436,8 @@ class Runtime:
         numbers = set(order.engines or range(len(self.engines)))
         asleep = numbers & self._asleep
         with self.timeline.span("sync", "trainer", step):
-            await on_all(
-                [self.engines[n] for n in sorted(numbers)], lambda engine: engine.update_weights(order.version, params)
-            )
+            engines = [self.engines[n] for n in sorted(numbers)]
+            await on_all(engines, lambda engine: engine.update_weights(order.version, params))
             await on_all([self.engines[n] for n in sorted(asleep)], lambda engine: engine.wake())
         self._asleep -= numbers
         await self._tell_steps()  # before the next instruction, so that what observers do belongs to this step
@@ -487,8 +483,7 @@ class Runtime:
     # --- ways to work ---------------------------------------------------------------------------
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        """Runs `work` in the trainer's thread. When cancelled, waits until `work` ends, so that no work outlives the
-        run."""
+        """Runs `work` in the trainer's thread. When cancelled, waits until `work` ends: none outlives the run."""
         job = self._thread.submit(work, *args)
         future = asyncio.wrap_future(job)
         try:

@@ -1,6 +1,5 @@
 """Watches the rollout servers of a run: tells users when a server comes up, is lost or leaves, and keeps the times when
-servers were down. Servers join and leave the running job by a file in the run's folder, which has a line for each
-server."""
+servers were down. Servers join and leave the running job by a file in the run's folder, with a line each."""
 
 from __future__ import annotations
 
@@ -112,8 +111,7 @@ def _down(name: str, known: _SeenServer, now: float) -> Span:
 
 
 def first_line(reason: str) -> str:
-    """Returns the first line of a reason. If this line ends with a colon, as before a log, the last line of the reason
-    follows."""
+    """Returns the first line of a reason. If it ends with a colon, as before a log, the reason's last line follows."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()] or ["no reason is known"]
     text = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
     return text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]}..."
@@ -146,9 +144,8 @@ def server_lanes(
 
 
 class ServerFile:
-    """Writes `agents` (the servers' addresses, each with the address of its agent, or "") to `file`. Makes servers join
-    and leave as the file changes, and keeps `agents` up to date. `reachable` raises ConfigError for an address that
-    weights can't reach."""
+    """Writes `agents` (servers' addresses, each with its agent's or "") to `file`. Makes servers join and leave as the
+    file changes, and keeps `agents` up to date. `reachable` raises ConfigError if weights can't reach an address."""
 
     def __init__(
         self, file: pathlib.Path, fleet: Fleet, agents: MutableMapping[str, str], reachable: Callable[[str], None]

@@ -74,13 +74,11 @@ class FaultPlan:
         """Yields (beginning, seconds) of the spells in which the engine takes `slow_factor` times as long."""
         return self._spells(self.rates.slow_every, self.rates.slow_for, _SLOW, _SLOW_FOR, engine)
 
-    def _spells(
-        self, every: float, lasting: float, gap: int, length: int, engine: int
-    ) -> Iterator[tuple[float, float]]:
+    def _spells(self, every: float, lasts: float, gap: int, length: int, engine: int) -> Iterator[tuple[float, float]]:
         time, count = 0.0, 0
         while every > 0:
             time += exponential(every, self.seed, gap, engine, count)
-            seconds = exponential(lasting, self.seed, length, engine, count) if lasting > 0 else 0.0
+            seconds = exponential(lasts, self.seed, length, engine, count) if lasts > 0 else 0.0
             yield time, seconds
             time += seconds
             count += 1

@@ -53,9 +53,8 @@ def parameters(model: ModelSizes) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """The seconds of one model's stages on one cluster. `utilisation` is the used share of FLOP/s in training. A GPU
-    computes and reads memory `scale` times as fast as an H800. The seconds of training are those of one GPU, divided by
-    the number of GPUs."""
+    """The seconds of one model's stages. `utilisation` is the used share of FLOP/s in training. A GPU computes and
+    reads memory `scale` times as fast as an H800. Seconds of training are one GPU's, divided by the number."""
 
     model: ModelSizes
     utilisation: float = TRAIN_UTILISATION
@@ -86,8 +85,7 @@ class Hardware:
         return flops / (PEAK_FLOPS * LINEAR_UTILISATION * self.scale * degree) + STEP
 
     def kv_limit(self, degree: int) -> int:
-        """Returns the number of tokens that the cache holds, beside the weights. Raises ValueError if the weights don't
-        fit."""
+        """Returns the number of tokens that fit beside the weights. Raises ValueError if the weights don't fit."""
         room = degree * (self.memory_fraction * MEMORY - WORKSPACE) - 2 * parameters(self.model)
         if room <= 0:
             raise ValueError(f"{self.model.name} does not fit on {degree} GPUs")
@@ -116,8 +114,7 @@ class Hardware:
 
     def reward_seconds(self, task: str, tokens: int, sandbox: float = 0.0) -> float:
         """Returns the seconds of scoring a response of `tokens` tokens with its prompt on one worker. The worker is a
-        rule, a sandbox that runs for `sandbox` seconds unless it is stopped, or a judge's GPU. Raises KeyError for
-        another task."""
+        rule, a sandbox that runs for `sandbox` seconds, or a judge's GPU. Raises KeyError for another task."""
         if task == "judge":
             return tokens * self.judge.linear_flops() / (PEAK_FLOPS * LINEAR_UTILISATION * self.scale) + JUDGE
         return {"math": MATH, "code": min(sandbox, SANDBOX_LIMIT)}[task]

@@ -25,8 +25,7 @@ class Model(enum.Enum):
 
 
 class Rewards(enum.Enum):
-    """The scheduling of rewards: when responses are scored, with which time-outs, on which GPUs (Flexes, section
-    4.3)."""
+    """The scheduling of rewards: when, with which time-outs, on which GPUs (Flexes, section 4.3)."""
 
     SYNCHRONOUS = "synchronous"  # after all generation, as in verl
     ASYNCHRONOUS = "asynchronous"  # each response as it ends
@@ -135,9 +134,7 @@ class SimulateConfig(Config):
                     f"{sim.rollout_gpus} for rollout"
                 )
         if (chance := sim.faults.lost + sim.faults.doubled + sim.faults.late) > 1:
-            raise ConfigError(
-                f"simulation.faults.lost + doubled + late is {chance:g}; probabilities must not be more than 1"
-            )
+            raise ConfigError(f"simulation.faults.lost + doubled + late is {chance:g}; it must be at most 1")
 
     def _validate_memory(self, hardware: Hardware, degree: int) -> None:
         longest = self.rollout.max_new_tokens + LONGEST_PROMPT

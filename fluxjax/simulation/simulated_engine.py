@@ -8,10 +8,9 @@ The engine works in steps, as vLLM and SGLang do. At the end of each step the en
    fills the cache with their prompts and generated tokens, and gives no other sample a token,
 3. or, if it let in no sample, decodes: one token for every running sample.
 
-Time is not simulated token by token. While no sample enters or leaves, the time of n steps is a sum in closed form. The
-engine therefore jumps to the next step in which a sample ends or the cache is full. A call from outside (a new sample,
-an abort, an update) cuts the jump short at the end of the step under way. `continuous_batch.py` has the samples and the
-cache, without time.
+Time is not simulated token by token. While no sample enters or leaves, the time of n steps is a sum in closed form, so
+that the engine jumps to the next step in which a sample ends or the cache is full. A call from outside (a sample, an
+abort, an update) cuts the jump short after the step under way. `continuous_batch.py` has samples and cache.
 """
 
 import bisect
@@ -26,8 +25,7 @@ OnFinish = Callable[[SampleProgress], object]
 
 
 class Jump:
-    """`steps` decode steps from time `anchor` (s) on. Step `i`, from 0 on, takes `first + i * growth` seconds, since
-    the cache grows by equal amounts."""
+    """`steps` decode steps from time `anchor` (s) on. Step `i`, from 0 on, takes `first + i * growth` seconds."""
 
     __slots__ = ("anchor", "first", "growth", "steps")
 
@@ -53,8 +51,7 @@ class Phase(enum.Enum):
 
 
 class SimulatedEngine:
-    """An engine of `degree` GPUs. It calls `on_finish` when a sample has all its tokens; the callback may submit and
-    abort samples."""
+    """An engine of `degree` GPUs. It calls `on_finish`, which may submit and abort samples, when one has all tokens."""
 
     def __init__(
         self, clock: Clock, cost: Hardware, degree: int, on_finish: OnFinish, max_running: int = 256, version: int = 0

@@ -184,8 +184,7 @@ class Rollout:
     # --- weights ------------------------------------------------------------------------------------
 
     def publish(self, order: PublishWeights, done: Callable[[], None]) -> None:
-        """Loads new weights. `done` is called when all engines that are up have them; other engines load them when
-        they come up."""
+        """Loads new weights, and calls `done` when all engines that are up have them. Others load them later."""
         engines = order.engines or range(len(self.engines))
         self._loading = {index for index in engines if self.engines[index].up}
         self._loaded = done
@@ -223,8 +222,7 @@ class Rollout:
     # --- engines ------------------------------------------------------------------------------------
 
     def set_parallelism(self, degree: int) -> None:
-        """Replaces the idle engines by engines of another degree on the same GPUs, with the oldest weights of the
-        replaced engines."""
+        """Replaces the idle engines by engines of another degree on the same GPUs, with the oldest of their weights."""
         past, before = self._totals(), self.engines
         self._build(degree, min(engine.version for engine in before))
         self._past = past
@@ -248,8 +246,7 @@ class Rollout:
 
     def utilisation(self) -> tuple[float, float]:
         """Returns (the share of the GPUs' time in which their engines worked, the share of the peak) since the
-        beginning. The second share is the decoded tokens, divided by the tokens that engines would have decoded at
-        their peak."""
+        beginning. The second is the decoded tokens, divided by those that engines would have decoded at their peak."""
         busy, peak, tokens, _ = self._totals()
         span = self.clock.now
         return (busy / (span * self.settings.rollout_gpus), tokens / peak) if span > 0 else (0.0, 0.0)
@@ -266,8 +263,7 @@ class Rollout:
 
 
 def meet_incidents(rollout: Rollout, faults: FaultPlan, over: Callable[[], bool]) -> None:
-    """Lets engines crash and slow down as a `FaultPlan` says, until `over()`. If a change of degree removed an engine,
-    its faults have no effect."""
+    """Lets engines crash and slow down as a `FaultPlan` says, until `over()`. Engines that are gone have no faults."""
     clock = rollout.clock
 
     def meet(index: int, crashes: bool, spells: Iterator[tuple[float, float]], begins: bool) -> None:

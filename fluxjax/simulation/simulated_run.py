@@ -93,9 +93,7 @@ class ProgressLine:
 
 def show(result: dict[str, Any]) -> None:
     """Prints the result of `summary` as a table."""
-    title = (
-        f"{result['policy']}, {result['model']} on {result['gpus']:,} simulated GPUs ({result['engines']:,} engines)"
-    )
+    title = f"{result['policy']}, {result['model']} on {result['gpus']:,} simulated GPUs, {result['engines']:,} engines"
     table = Table(title=title, show_header=False)
     for row in _rows(result):
         table.add_row(*row)

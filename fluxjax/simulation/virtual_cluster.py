@@ -1,5 +1,4 @@
-"""A cluster in virtual time: it carries out the real coordinator's instructions, as `fluxjax.runtime` does in real
-time.
+"""A cluster in virtual time, which carries out the real coordinator's instructions as `fluxjax.runtime` does.
 
 All work is an action of the clock: decoding, rewards, training, weight sync, late replies. The coordinator gets events
 one after the other, and its instructions are begun in their order. Training has its own GPUs (`train_gpus`), or takes
@@ -19,22 +18,21 @@ from ..base.types import ENVIRONMENT, Group
 from ..coordinator import Coordinator, messages
 from ..coordinator.messages import Handlers
 from .clock import Clock
-from .environment_stage import EnvironmentStage
-from .faults import FaultPlan
+from .faults import FaultPlan, exponential, uniform
 from .options import SimulateConfig
 from .reward_stage import Scoring
 from .simulated_rollout import SHOWN, Rollout, meet_incidents
-from .workload import Workload
+from .workload import Workload, longer
 
 PATIENCE = 1e5  # seconds without an event after which a run is stuck: only faults keep the clock going
 STEPS_SHOWN = 6  # in the Gantt picture
+_ANSWER, _ANSWER_FAILS = range(100, 102)  # names of random numbers
 Watch = Callable[[float, messages.Event | messages.Instruction], None]  # takes the time and the message
 
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """One step of a run. Seconds are virtual. A step lasts from the end of the previous step's training to the end of
-    its own training."""
+    """One step of a run, from the end of the last step's training to that of its own. Seconds are virtual."""
 
     step: int
     round: str  # short or long; empty for policies without such rounds
@@ -64,7 +62,6 @@ class Cluster:
         self.faults = FaultPlan(settings.faults, config.seed)
         self.rollout = Rollout(self.clock, settings, self.work, self.faults, self.post, self.timeline)
         self.scoring = Scoring(self.clock, settings, self.faults, self.post, self.timeline)
-        self.environments = EnvironmentStage(self.clock, settings, config.seed, self.post)
         self.records: list[StepRecord] = []
         self.events = 0
         self.train_gpu_seconds = 0.0
@@ -78,8 +75,7 @@ class Cluster:
         self._heard = 0.0  # the time of the last event
 
     def run(self) -> messages.Finish:
-        """Runs until the coordinator is finished. Raises StuckError if the coordinator waits for ever, and the
-        coordinator's errors."""
+        """Runs until the coordinator is finished. Raises its errors, and StuckError if it waits for ever."""
         self.clock.at(0.0, partial(self.post, messages.Started(0)))
         meet_incidents(self.rollout, self.faults, over=lambda: self.clock.now - self._heard > PATIENCE)
         self.clock.run()
@@ -136,7 +132,18 @@ class Cluster:
 
     @_carry_out.of(messages.Act)
     def _act(self, order: messages.Act) -> None:
-        self.environments.act(order.response, self.rollout.newest[order.response.draw].samples)
+        """Answers the last turn of a response after some seconds, if its environment does not fail. The last turn of a
+        sample ends the episode, without an observation."""
+        response, settings = order.response, self.settings
+        attempt = int(response.rid.partition("/")[0].partition(".")[2])
+        names = self.config.seed, response.draw, attempt, response.sample, response.num_tokens
+        done = response.num_tokens >= self.rollout.newest[response.draw].samples.lengths[response.sample]
+        event: messages.Event = messages.TurnObserved(response, done)
+        if uniform(_ANSWER_FAILS, *names) < settings.faults.environment_fails:
+            event = messages.EnvironmentFailed(response.rid, "its environment does not answer")
+        elif not done:
+            event = messages.TurnObserved(longer(response, ENVIRONMENT, settings.observation_tokens), done)
+        self.clock.after(exponential(settings.environment_seconds, _ANSWER, *names), partial(self.post, event))
 
     @_carry_out.of(messages.Park)
     def _park(self, order: messages.Park) -> None:
@@ -167,9 +174,8 @@ class Cluster:
     def _accumulate(self, order: messages.Accumulate) -> None:
         gpus = len(order.engines) * self.rollout.degree
         lanes = [f"engine {index}" for index in order.engines if index < SHOWN] or ["trainer"]
-        self._compute(
-            order.step, order.groups, gpus, lanes, False, partial(self.post, messages.Accumulated(order.step))
-        )
+        then = partial(self.post, messages.Accumulated(order.step))
+        self._compute(order.step, order.groups, gpus, lanes, False, then)
 
     @_carry_out.of(messages.Train)
     def _train(self, order: messages.Train) -> None:

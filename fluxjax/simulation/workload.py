@@ -64,8 +64,7 @@ def longer(before: Response, version: int, tokens: int) -> Response:
 
 
 def response(rid: str, draw: int, sample: int, segments: Segments, finish: str = "stop") -> Response:
-    """Returns a response with the weight versions of `segments`, each (version, tokens); ids and log-probs are all 0.
-    Most responses of equal length share tuples."""
+    """Returns a response with the versions of `segments`, each (version, tokens); ids and log-probs are 0."""
     if len(segments) == 1:
         versions = _repeated(*segments[0])
     else:
@@ -106,8 +105,7 @@ class Workload:
         return self._orders[epoch][place]
 
     def prompt(self, draw: int) -> Prompt:
-        """Returns the prompt of a draw; its source is its task. It has an environment if responses may have several
-        turns."""
+        """Returns the prompt of a draw; its source is its task. With several turns, it has an environment."""
         index, environment = self.index(draw), "simulated" if self._turns > 1 else ""
         task, tokens = self.tasks[self._source[index]], self._tokens[index]
         name, text, epoch = f"{task}-{index:06d}", _text(tokens * _CHARACTERS), draw // self.size
@@ -117,8 +115,7 @@ class Workload:
         return self._tokens[self.index(draw)]
 
     def samples(self, draw: int, attempt: int, count: int) -> Samples:
-        """Returns the first `count` samples of an attempt; a sample does not depend on `count`. Another attempt at the
-        prompt has other random numbers."""
+        """Returns the first `count` samples of an attempt, each independent of `count` and other attempts."""
         index = self.index(draw)
         length, right, hang, pace = generator(self.seed, _SAMPLES, draw, attempt).standard_normal((count, 4)).T
         lengths = np.exp(self._log_length[index] + self._own * length)
@@ -134,8 +131,7 @@ class Workload:
 
 
 def _turn_ends(total: int, turns: int, observation: int) -> tuple[int, ...]:
-    """Returns the number of tokens at the end of each turn, for `turns` turns of about equal length, or as many as have
-    a token each beside the observations."""
+    """Returns the number of tokens at the end of each of `turns` about equal turns, fewer if some would be empty."""
     turns = min(turns, (total + observation) // (observation + 1))
     said = total - (turns - 1) * observation
     return tuple(said * (turn + 1) // turns + turn * observation for turn in range(turns))

@@ -34,8 +34,7 @@ class Account:
     sleeping: bool = False  # engines have no memory while training computes, and no cache while they get new weights
 
     def phases(self) -> dict[str, dict[str, float]]:
-        """Returns bytes by phase and kind. With rollout servers, `temporaries` lacks `prefill` and `decode`, and the
-        result lacks these phases."""
+        """Returns bytes by phase and kind. With servers, `temporaries` and the result lack `prefill` and `decode`."""
 
         def held(more: Mapping[str, float], without: Collection[str] = ()) -> dict[str, float]:
             kinds = {**self.resident, **more}
@@ -80,8 +79,7 @@ class Account:
         return dataclasses.replace(self, resident={**self.resident, CACHE: share * self.resident[CACHE]})
 
     def with_slots(self, share: float) -> Account:
-        """Returns the account for engines with `share` times as many slots: caches, states and the temporaries of
-        decoding change in proportion."""
+        """Returns the account for `share` times as many slots: caches, states and decoding's temporaries scale."""
         states = share * self.resident.get(STATES, 0.0)
         account = dataclasses.replace(self, resident={**self.resident, STATES: states}).with_cache(share)
         return account.with_temporaries("decode", share * self.temporaries["decode"])

@@ -212,8 +212,7 @@ def check(
 def _rows(
     run: RunShapes, few: int, first: Mapping[str, Compiled], programs: Mapping[str, Compiled], progress: Progress
 ) -> RowGrowth:
-    """Measures the growth of temporaries with the tokens of a row. Compiles `few` layers for rows of twice the
-    configured length."""
+    """Measures the growth of temporaries with the tokens of a row, with `few` layers and rows of twice the length."""
     tokens = run.config.packing.tokens_per_row
     longer = copy.deepcopy(run.config)
     longer.packing.tokens_per_row = 2 * tokens

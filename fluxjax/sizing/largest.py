@@ -31,8 +31,7 @@ TEXT_TOKENS = 16  # the least number of a prompt's tokens beside its image
 
 def prompt(config: Config, model: DecoderConfig, tokens: int = 0, image: bool = True) -> ModelInput:
     """Returns a prompt of `tokens` tokens (0: as many as the rollout allows). With `image`, a vision model's prompt has
-    one image, as large as its tokens, the settings and a device's patches allow. Raises ConfigError if there is no room
-    for an image."""
+    one image, as large as tokens, settings and a device's patches allow. Raises ConfigError if none fits."""
     tokens = tokens or config.rollout.max_sequence_tokens - config.rollout.max_new_tokens
     token_ids, positions = np.zeros(tokens, np.int32), np.zeros((3, tokens), np.int32)
     features, vision_input = np.full(tokens, -1, np.int32), None

@@ -75,8 +75,7 @@ class Compiled:
         return Compiled(temporaries, results, traffic(hlo), seconds, offloaded, kernels)
 
     def beyond(self, deeper: Compiled, factor: float) -> Compiled:
-        """Extrapolates along the straight line from `self` (at 0) through `deeper` (at 1) to `factor`; sizes below
-        zero become zero."""
+        """Extrapolates along the line from `self` (at 0) through `deeper` (at 1) to `factor`; sizes are at least 0."""
 
         def at(first: float, second: float) -> float:
             return max(first + factor * (second - first), 0.0)
@@ -108,17 +107,14 @@ class RunShapes:
     ) -> RunShapes:
         """Returns the shapes of a run. `never_sampled` are tokens that engines never generate; by default the tokens
         that stand for media. `usable` bytes of a device bound its engines' caches, as in the run. Raises ConfigError
-        for settings whose programs can't be compiled ahead, for batches that no device holds, and for servers without
-        room."""
+        for settings whose programs can't be compiled ahead, for batches and servers without room."""
         if isinstance(config.sharding.strategy, ODC):
             raise ConfigError(
                 "sharding.strategy is odc, which makes a program of each layer; the pre-flight does not compile these: "
                 "try --config.sharding.strategy=flex_ulysses, which keeps as many weights and tokens on each device"
             )
         if config.sharding.devices not in (0, len(devices)):
-            raise ConfigError(
-                f"sharding.devices is {config.sharding.devices}, but the topology has {len(devices)} devices"
-            )
+            raise ConfigError(f"sharding.devices is {config.sharding.devices}, but the topology has {len(devices)}")
         abstract = models.abstract(model)
         if never_sampled is None:
             never_sampled = (model.image_token_id, model.video_token_id) if model.vision else ()
@@ -150,8 +146,7 @@ class RunShapes:
         return -(-engine_count(self.config, self.devices) * self.config.parallelism.degree // len(self.devices))
 
     def servers(self, usable: float) -> float:
-        """Returns the bytes of a device that awake colocated servers have, out of `usable` bytes; 0 without colocated
-        servers."""
+        """Returns the bytes of a device that awake colocated servers have, out of `usable` bytes; 0 without any."""
         servers = self.config.servers
         if self.engines_a_device or not servers.colocated:
             return 0.0
@@ -177,8 +172,7 @@ class RunShapes:
 
     @property
     def copies(self) -> float:
-        """The bytes of a step's cast copies of weights on the fullest device; 0 if microbatches read the master
-        weights."""
+        """The bytes of a step's cast copies of weights on the fullest device; 0 if master weights are read."""
         gradients, params = self.learner.gradients, self.learner.params
         return bytes_on_device(gradients.copies(params)) if gradients.strategy.copied else 0.0
 
@@ -228,8 +222,7 @@ def compiled_at_depth(
     never_sampled: tuple[int, ...] | None = None,
 ) -> tuple[dict[str, Compiled], dict[str, Compiled]]:
     """Returns (the programs of the model with `few` layers, the programs of the model with all layers). Sizes of all
-    layers are extrapolated along the straight line through `few` and twice as many layers, unless `few` are all
-    layers."""
+    layers are extrapolated along the line through `few` and twice as many, unless `few` are all."""
     depth = model.text.num_layers
     shallow = model if few == depth else with_layers(model, few)
     first = RunShapes.of(config, shallow, devices, never_sampled).compiled(names, progress)

@@ -83,8 +83,7 @@ def memory_fraction(default: float) -> float:
 def find_plugin(folder: str = "") -> None:
     """Lets JAX find its CUDA plugin: in `folder`, else in the folder that FLUXJAX_AOT names, else in the checkout's
     .aot (from `bash scripts/test.sh aot`), else in the Python environment. Call `find_plugin` before JAX is imported:
-    JAX then runs on the CPU and touches no GPU. Raises ConfigError if the plugin is absent, or of another version than
-    jaxlib."""
+    JAX then runs on the CPU and touches no GPU. Raises ConfigError if it is absent, or not of jaxlib's version."""
     jaxlib = importlib.metadata.version("jaxlib")
     folder = folder or os.environ.get(FOLDER, "")
     installed = ROOT / ".aot" / f"{jaxlib}-triton"

@@ -40,8 +40,7 @@ class DigitsRecipe:
         return dataclasses.replace(self, cell=cell, shift=self.shift * cell / self.cell)
 
     def build(self, folder: pathlib.Path) -> None:
-        """Writes `images/`, `train.jsonl`, `warm_start.jsonl` and `eval.jsonl`. A strip of n digits has `cell` rows
-        and `cell * n` columns of pixels."""
+        """Writes `images/`, `train.jsonl`, `warm_start.jsonl` and `eval.jsonl`. Strips have `cell` rows of pixels."""
         from sklearn.datasets import load_digits
 
         pixels, labels = load_digits(return_X_y=True)

@@ -62,9 +62,7 @@ def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = Non
     `cell`, pictures are enlarged: a digit to a square of `cell` pixels a side, a clip's frame to `2 * cell` a side.
     Raises `ConfigError` for an unknown name, `DataError` if the data set cannot be written."""
     if name not in RECIPES:
-        raise ConfigError(
-            f"data.sources.{name} has no path and is no embedded data set; embedded are {', '.join(RECIPES)}"
-        )
+        raise ConfigError(f"data.sources.{name} has no path and is no embedded one; embedded are {', '.join(RECIPES)}")
     chosen = recipe or RECIPES[name]
     chosen = chosen.enlarged(cell) if cell and hasattr(chosen, "enlarged") else chosen
     folder = (pathlib.Path(root).expanduser() if root else cache_folder()) / f"{name}-{digest(chosen)}"
@@ -120,8 +118,7 @@ def write_manifest(path: pathlib.Path, records: Iterable[Record]) -> None:
 
 
 def write_parts(folder: pathlib.Path, items: Sequence[T], held_out: int, record: Callable[[str, T], Record]) -> None:
-    """Writes the record `record(id, item)` of each item: of the first `held_out` items to `eval.jsonl`, of all others
-    to `train.jsonl`."""
+    """Writes `record(id, item)` of the first `held_out` items to `eval.jsonl`, of all others to `train.jsonl`."""
     for name, part in (("train", items[held_out:]), ("eval", items[:held_out])):
         write_manifest(folder / f"{name}.jsonl", (record(f"{name}-{n:05d}", item) for n, item in enumerate(part)))
 
@@ -130,8 +127,7 @@ def write_manifests(
     folder: pathlib.Path, title: str, make: Callable[[str, int], Record], sizes: Mapping[str, int]
 ) -> list[Record]:
     """Writes `NAME.jsonl` with `size` records `make(NAME, index)` for each name and size; returns all records. Threads
-    make the records; the first error ends the work. stderr shows the progress: a bar on a terminal, else a line each
-    quarter."""
+    make the records; the first error ends the work. stderr shows progress: a bar on a terminal, else four lines."""
     tasks = [(name, index) for name, size in sizes.items() for index in range(size)]
     quarter = math.ceil(len(tasks) / 4)
     records: list[Record] = []
@@ -164,8 +160,7 @@ class StringsRecipe:
     question: str = "Reverse {}:"
 
     def build(self, folder: pathlib.Path) -> None:
-        """Writes `train.jsonl` and `eval.jsonl`; no string is in both. All lengths are equally frequent until the short
-        strings are used up."""
+        """Writes `train.jsonl` and `eval.jsonl`, disjoint. Lengths are equally frequent until short strings run out."""
         rng = np.random.default_rng(self.seed)
         by_length = []
         for length in range(1, self.max_length + 1):

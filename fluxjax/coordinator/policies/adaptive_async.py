@@ -49,8 +49,8 @@ _CHOICE = 2  # with `lengths`: candidates that are compared for each candidate t
 
 @dataclasses.dataclass(eq=False)
 class AdaptiveAsync(Base):
-    """The policy that the module's docstring describes. Displays read `ratio`, `staleness` and `barriers`; `seed` is
-    for `compose`."""
+    """The policy of the module's docstring. Displays read `ratio`, `staleness` and `barriers`; `seed` is for
+    `compose`."""
 
     settings: AdaptiveAsyncConfig = dataclasses.field(default_factory=AdaptiveAsyncConfig)
     seed: int = 0

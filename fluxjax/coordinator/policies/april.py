@@ -19,8 +19,7 @@ from .rounds import Rounds, generate
 
 @dataclasses.dataclass(eq=False)
 class April(Rounds):
-    """Has `oversample` prompts under way for each prompt that a step needs, and trains on no token that is more than
-    `max_staleness` versions old."""
+    """Has `oversample` prompts under way for each that a step needs; trains on no token older than `max_staleness`."""
 
     oversample: float = 1.5
     max_staleness: int = 4

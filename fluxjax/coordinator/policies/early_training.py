@@ -79,9 +79,8 @@ class StreamTrainer:
 
 
 def projected_tokens(coordinator: Coordinator) -> float:
-    """Predicts the tokens in all caches when all running responses have their predicted lengths. Responses of a group
-    begin together and grow at the same pace, so that a running response is at least as long as the group's ended
-    responses."""
+    """Predicts the tokens in all caches when all running responses have their predicted lengths. A group's responses
+    begin together and grow at one pace, so that a running response is at least as long as the ended ones."""
     total, reserved = 0.0, coordinator.settings.kv_reserved
     for entry in coordinator.ledger.at(PromptStage.RUNNING):
         tokens = entry.prompt.tokens + coordinator.lengths.predict(entry.prompt, running=entry.longest)
@@ -117,9 +116,8 @@ def probability(coordinator: Coordinator, seconds: float) -> float:
     """Returns the predicted probability that the batch's missing groups are complete within `seconds`; the groups'
     rewards may arrive later. If more prompts run than are needed, the likeliest prompts count."""
     ledger = coordinator.ledger
-    missing = coordinator.settings.prompts_per_step - ledger.count(
-        PromptStage.COMPLETE, PromptStage.SCORED, PromptStage.TRAINING
-    )
+    ended = ledger.count(PromptStage.COMPLETE, PromptStage.SCORED, PromptStage.TRAINING)
+    missing = coordinator.settings.prompts_per_step - ended
     running = sorted((_in_time(coordinator, entry, seconds) for entry in ledger.at(PromptStage.RUNNING)), reverse=True)
     if coordinator.exhausted:
         missing = min(missing, len(running) + ledger.count(PromptStage.STOPPING))

@@ -55,8 +55,7 @@ class Base:
         return [messages.Skip(entry.prompt, NO_VARIANCE) for entry in scored if not entry.varied]
 
     def _again(self, coordinator: Coordinator, entry: Entry) -> Sequence[messages.Instruction]:
-        """Returns instructions to generate a lost group again, or to skip its prompt after `max_attempts` failures.
-        Raises EngineLost."""
+        """Generates a lost group again, or skips its prompt after `max_attempts` failures. Raises EngineLost."""
         abort = messages.Abort(messages.request_id(entry.prompt.draw, entry.attempt))  # responses may still run
         if entry.failures < coordinator.settings.max_attempts:
             return [abort, *generate(coordinator, [entry], entry.n, entry.need, avoid=entry.engine)]
@@ -229,8 +228,7 @@ def generate(
 
 class Synchronous(Rounds):
     """Strictly on-policy training, step by step, with which every other policy is compared. All groups of a step are
-    generated under one weight version, and trained on in draw order. Evaluations and checkpoints come between steps,
-    when no prompt is in flight."""
+    generated under one weight version, and trained on in draw order. Evaluations and checkpoints come between steps."""
 
     def _in_round(self, coordinator: Coordinator) -> bool:
         return coordinator.ledger.live > 0

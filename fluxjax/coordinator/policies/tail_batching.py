@@ -26,8 +26,7 @@ from .rounds import Rounds, generate
 
 @dataclasses.dataclass(eq=False)
 class TailBatching(Rounds):
-    """In short rounds, launches `prompts` times the needed prompts, and `responses` times the needed responses. Both
-    factors are the paper's eta."""
+    """In short rounds, launches `prompts` and `responses` (the paper's eta) times the needed prompts and responses."""
 
     prompts: float | str = 2.0  # a text is a schedule, which the coordinator computes
     responses: float | str = 1.0

@@ -1,2 +1,1 @@
-"""The programs that run inside sandboxes: the tests of a task, and the code of a response. This folder imports only
-the standard library."""
+"""The programs that run inside sandboxes: a task's tests, a response's code. They import only the standard library."""

@@ -1,7 +1,6 @@
 """Runs the code of a response as a program, or answers calls of the code's functions in lines of plain data.
 
-This process gets neither the tests nor the expected values. Only the output of the program, or the values of the calls,
-count.
+This process gets neither the tests nor the expected values. Only the program's output, or the calls' values, count.
 """
 
 import ast
@@ -62,8 +61,7 @@ def _stands_alone(code: str, entry_point: str) -> bool:
 
 
 class Objects:
-    """The objects that tests name by number. Number 0 is the code's module; all other objects are results that are not
-    plain data."""
+    """The objects that tests name by number: 0 is the code's module, all others are results that are not plain data."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._objects: list[Any] = [module]
@@ -73,8 +71,7 @@ class Objects:
         return {"object": len(self._objects) - 1}
 
     def do(self, request: dict[str, Any]) -> Any:
-        """Returns the encoded result of one request, which is the value of a name or of a call, or the contents of an
-        object."""
+        """Returns the encoded result of one request: the value of a name or a call, or the contents of an object."""
         target = self._objects[request["object"]]
         for name in request["path"]:
             target = getattr(target, name)

@@ -194,8 +194,7 @@ def wanted(tests: str, setup: str, entry_point: str) -> list[str]:
 
 
 def unusable(tests: str) -> str:
-    """Returns the reason why no code can pass these tests, or an empty text. The tests may be no Python, or import a
-    missing package."""
+    """Returns why no code can pass these tests (no Python, or an import of a missing package), or an empty text."""
     try:
         body = ast.parse(tests).body
     except SyntaxError as error:
@@ -211,8 +210,7 @@ def unusable(tests: str) -> str:
 
 
 def complete(setup: str) -> str:
-    """Returns `setup` as code that compiles, or an empty text. If `setup` ends with the head of a function, `pass` is
-    added as the body."""
+    """Returns `setup` as code that compiles, or an empty text. A function's head at its end gets the body `pass`."""
     for end in ("", "    pass\n", "\n    pass\n"):
         try:
             ast.parse(setup + end)

@@ -78,8 +78,7 @@ def _encode_items(values: Iterable[Any], encode_object: Callable[[Any], Any]) ->
 
 
 def decode(data: Any, object_at: Callable[[int], Any] = _refuse) -> Any:
-    """Returns the value that `encode` encoded. `object_at(n)` returns the object of `{"object": n}`. Raises `NotPlain`
-    for data that are not of this protocol."""
+    """Returns the value that `encode` encoded. `object_at(n)` has the object of `{"object": n}`. Raises `NotPlain`."""
     if data is None or isinstance(data, bool | int | float | str):
         return data
     if isinstance(data, list):

@@ -15,16 +15,14 @@ from .questions import Answer, Question
 
 
 class EngineModel:
-    """Asks an engine (`rollout.engine.Engine`), which only the judge uses. `Judge(EngineModel(engine, processor))` is a
-    reward. The maker of the engine closes it."""
+    """Asks an engine of its own, which its maker closes. `Judge(EngineModel(engine, processor))` is a reward."""
 
     def __init__(self, engine: Engine, processor: Processor) -> None:
         self._engine, self._processor = engine, processor
         self._numbers = itertools.count()
 
     async def ask(self, question: Question) -> Answer:
-        """Asks the engine. Raises RewardFailure if the engine aborts its answer, and `EngineError` if the engine
-        fails."""
+        """Asks the engine. Raises RewardFailure if the engine aborts, `EngineError` if it fails."""
         processor = self._processor
         sampling = SamplingParams(
             max_new_tokens=question.max_tokens, temperature=question.temperature, stop_ids=processor.eos_ids

@@ -41,8 +41,7 @@ _BEGINNINGS = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": 
 
 
 class ChatForm:
-    """Requests and replies of OpenAI's `/v1/chat/completions`. `extra` has fields of the body, in JSON. null leaves a
-    field out."""
+    """Requests and replies of OpenAI's `/v1/chat/completions`. `extra` has fields of the body, in JSON (null: none)."""
 
     route = "/v1/chat/completions"
 
@@ -76,8 +75,7 @@ class ChatForm:
 
 
 class GenerateForm:
-    """Requests and replies of `/generate`, as SGLang and `rollout.serve` have it. `processor` is that of the server's
-    checkpoint."""
+    """Requests and replies of `/generate` (SGLang, `rollout.serve`). `processor` is that of the server's checkpoint."""
 
     route = "/generate"
 
@@ -123,9 +121,7 @@ def image_url(media: Media) -> str:
     that can't be read or has more than 20 MiB."""
     if media.kind is not MediaKind.IMAGE or media.cell:
         what = "a video" if media.kind is not MediaKind.IMAGE else "inside a parquet file"
-        raise RewardFailure(
-            Failing.RAISED, f"judge.images can show only images that are files, but one medium is {what}"
-        )
+        raise RewardFailure(Failing.RAISED, f"judge.images shows only images that are files, but one medium is {what}")
     if media.data is None and media.path.startswith(("http://", "https://", "data:")):
         return media.path
     try:
@@ -165,8 +161,7 @@ class JudgeServer:
         self._not_before = 0.0  # the end of a Retry-After, by `time.monotonic`
 
     async def ask(self, question: Question) -> Answer:
-        """Returns the answer. Raises RewardFailure if the server refuses, or if the deadline leaves no time for another
-        try."""
+        """Returns the answer. Raises RewardFailure if the server refuses, or if no time for another try is left."""
         import aiohttp
 
         deadline, data = question.deadline, json.dumps(self.form.body(question)).encode()
@@ -263,8 +258,7 @@ def _retry_after(text: str) -> float:
 
 def checked_url(url: str, route: str, token: str, plain_http: bool) -> str:
     """Returns the address of `route`, which is added to `url` if missing. Raises ConfigError if `url` is no http
-    address or has credentials. Without `plain_http`, raises ConfigError for a token that would go over http to another
-    machine."""
+    address or has credentials or, without `plain_http`, if `token` would go over http to another machine."""
     parts = urlsplit(url)
     try:
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -286,8 +280,7 @@ def checked_url(url: str, route: str, token: str, plain_http: bool) -> str:
 
 
 def token_of(variable: str) -> str:
-    """Returns the token in an environment variable, or "" if `variable` is empty. Raises ConfigError for a variable
-    without a usable token."""
+    """Returns the token in an environment `variable`, "" without one. Raises ConfigError for an unusable token."""
     if not variable:
         return ""
     token = os.environ.get(variable, "").strip()

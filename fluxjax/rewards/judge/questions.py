@@ -1,5 +1,4 @@
-"""Makes questions to a judge from a rubric, and reads verdicts from the judge's answers. No response can imitate a
-verdict."""
+"""Makes questions to a judge from a rubric, and reads verdicts, which no response can imitate, from its answers."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ BUILT_IN = {"correct": (CORRECT, "0 to 1"), "quality": (QUALITY, "1 to 10")}
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A user's message, and how its answer is sampled. `images` are data URLs or addresses, in the order of the
-    prompt."""
+    """A user's message, and how its answer is sampled. `images` are data URLs or addresses, in the prompt's order."""
 
     text: str
     images: tuple[str, ...]
@@ -96,9 +94,8 @@ class Rubric:
 
     @classmethod
     def load(cls, name: str, scale: str = "", *, tells_form: bool = True) -> Rubric:
-        """Returns a built-in rubric, or the rubric of a file. A nonempty `scale` replaces the rubric's scale (0 to 1
-        for a file). With `tells_form`, a template must have `{verdict}`. Raises ConfigError for an unusable template or
-        scale."""
+        """Returns a built-in rubric, or that of a file. A nonempty `scale` replaces the rubric's scale (0 to 1 for a
+        file). With `tells_form`, a template must have `{verdict}`. Raises ConfigError for unusable ones."""
         if name in BUILT_IN:
             template, own_scale = BUILT_IN[name]
         else:
@@ -119,9 +116,7 @@ class Rubric:
             )
         match = _SCALE.fullmatch(scale or own_scale)
         if match is None or float(match[1]) >= float(match[2]):
-            raise ConfigError(
-                f"judge.scale is {scale!r}; it must be two numbers, the smaller one first, such as '1 to 10'"
-            )
+            raise ConfigError(f"judge.scale is {scale!r}; it must be two numbers, the smaller one first, as '1 to 10'")
         return cls(template, float(match[1]), float(match[2]))
 
     def share(self, number: float) -> float | None:
@@ -131,8 +126,7 @@ class Rubric:
         return (number - self.lowest) / (self.highest - self.lowest)
 
     def filled(self, prompt: Prompt, response: str, form: str) -> tuple[str, str]:
-        """Returns the question, and the question's nonce, which none of the sample's texts has. `form` is the form of a
-        verdict, with the field `{nonce}`."""
+        """Returns the question, and its nonce, which the sample's texts lack. `form` is a verdict's, with `{nonce}`."""
         material = dict(zip(_MATERIAL, map(_harmless, (prompt.text, response, prompt.answer)), strict=True))
         nonce = nonce_of(*material.values())
         values = {name: f"<{name}-{nonce}>\n{text}\n</{name}-{nonce}>" for name, text in material.items()}

@@ -68,16 +68,13 @@ class Judge(BuiltIn):
             url = checked_url(self.server, form.route, token, self.plain_http)
             model = JudgeServer(url, token, form, self.request_seconds, self._counts)
         if not isinstance(model, JudgeModel):
-            raise ConfigError(
-                f"judge.server is {self.server!r}; it must be an address, or an object with ask(question)"
-            )
+            raise ConfigError(f"judge.server is {self.server!r}; it must be an address or an object with ask(question)")
         self._model = model
         self.call_within(_SECONDS)
         self._logged = 0
 
     def call_within(self, seconds: float) -> None:
-        """Bounds a call of `score`. The judge gives up a little before `seconds`, because its own reason says more than
-        a time-out."""
+        """Bounds a call of `score`. The judge gives up a little before, as its reason says more than a time-out."""
         self._seconds = seconds - min(1.0, 0.2 * seconds)
 
     async def score(self, completion: Completion) -> Reward:

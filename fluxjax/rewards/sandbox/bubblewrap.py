@@ -50,8 +50,7 @@ class Bubblewrap(ProcessSandbox):
         self._check()
 
     def _means(self) -> tuple[list[str], bool]:
-        """Returns the command of bubblewrap, and whether this process is root. Raises `ConfigError` if a command is
-        missing."""
+        """Returns bubblewrap's command, and whether this process is root. Raises `ConfigError` for missing commands."""
         for name in ("bwrap", "prlimit", "setpriv"):
             if shutil.which(name) is None:
                 package = "bubblewrap" if name == "bwrap" else "util-linux"
@@ -79,8 +78,7 @@ class Bubblewrap(ProcessSandbox):
             yield Command(words, job.limits, tuple(descriptors))
 
     def _checked(self, outcome: Outcome, command: Command) -> Outcome:
-        """Raises `SandboxError` if bubblewrap reports no exit status, since it then ended before the job's command
-        began."""
+        """Raises `SandboxError` if bubblewrap reports no exit status: it ended before the job's command began."""
         if not outcome.reason and b'"exit-code"' not in os.pread(command.descriptors[0], 4096, 0):
             said = outcome.stderr.decode(errors="replace").strip()[:300]
             raise SandboxError(said or f"bubblewrap ended with status {outcome.exit}")

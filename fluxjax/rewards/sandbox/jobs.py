@@ -99,14 +99,12 @@ class Outcome:
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """Runs untrusted jobs. A service on other machines can implement this protocol, too: its methods take and return
-    only data."""
+    """Runs untrusted jobs. A service on other machines can implement it, too: its methods take and return only data."""
 
     python: str  # the interpreter, as jobs name it
 
     async def run(self, job: SandboxJob) -> Outcome:
-        """Runs a job. No process or file of the job remains afterwards, even after a cancellation. Raises
-        `SandboxError`."""
+        """Runs a job. No process or file of the job remains, even after a cancellation. Raises `SandboxError`."""
         ...
 
     async def converse(self, asking: SandboxJob, answering: SandboxJob) -> tuple[Outcome, Outcome]:
@@ -261,8 +259,7 @@ def _files(pid: int) -> int:
 
 class ProcessSandbox(abc.ABC):
     """Runs at most `slots` jobs (or conversations) at a time; further jobs wait. `python` is the interpreter of jobs,
-    by default this process's. In a virtual environment, jobs get the base interpreter, without the environment's
-    packages."""
+    by default this process's. A virtual environment's jobs get the base interpreter, without its packages."""
 
     def __init__(self, python: str | None = None, slots: int = 8) -> None:
         self.python = os.path.realpath(python or sys._base_executable)  # type: ignore[attr-defined]
@@ -271,8 +268,7 @@ class ProcessSandbox(abc.ABC):
 
     @abc.abstractmethod
     def _prepared(self, job: SandboxJob, number: int) -> contextlib.AbstractContextManager[Command]:
-        """Prepares the command that runs a job. Jobs of this sandbox that run at the same time have different numbers,
-        below 2 * `slots`."""
+        """Prepares the command that runs a job. Jobs that run at once have different numbers, below 2 * `slots`."""
 
     def _checked(self, outcome: Outcome, command: Command) -> Outcome:
         """Returns the outcome of a job. Raises `SandboxError` if the sandbox itself failed."""

@@ -4,8 +4,7 @@ The filter refuses namespaces, mounts, keys of the kernel, tracing, loading of k
 counts: memfd, System V objects, queues of inotify, and buffers of sockets. `socketpair(AF_UNIX)` is allowed, because
 event loops need it; other sockets are refused. `setsockopt` is refused because it could enlarge a buffer, and `bind`
 because many sockets could send to one socket that has a name, and fill its buffer. `clone` is refused only with flags
-of namespaces. Filters cannot read the flags of `clone3`, so that `clone3` fails with ENOSYS, and the C library uses
-`clone`.
+of namespaces. As filters cannot read its flags, `clone3` fails with ENOSYS, and the C library uses `clone`.
 """
 
 import errno
@@ -39,8 +38,7 @@ _REFUSED = {name: (int(x86_64), int(aarch64)) for name, x86_64, aarch64 in re.fi
 
 
 def program(machine: str | None = None) -> bytes:
-    """Returns the filter for `bwrap --seccomp`, by default for this machine. Raises ValueError for an architecture
-    without a filter."""
+    """Returns the filter for `bwrap --seccomp`, by default for this machine. Raises ValueError if it is unknown."""
     machine = machine or platform.machine()
     if machine not in _MACHINES:
         raise ValueError(f"no filter of system calls for {machine}; there are some for {', '.join(_MACHINES)}")
