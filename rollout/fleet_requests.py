@@ -1,7 +1,5 @@
 """A request of a fleet: the request runs on a server, and continues on another server if the first is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import contextlib

@@ -5,8 +5,6 @@ process to the thread that started it, then becomes the command in its arguments
 outlive the run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dataclasses

@@ -1,7 +1,5 @@
 """The arrays (as shapes) and the lowered programs of an embedded engine, for devices that need not exist."""
 
-from __future__ import annotations
-
 import collections
 import functools
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ gathered, carried through the loop, and scattered after the loop.
 Every slot samples its tokens with its own parameters. `engine.SamplingParams` says of which distribution log-probs are.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

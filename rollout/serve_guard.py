@@ -1,7 +1,5 @@
 """The common parts of all servers that listen for the trainer: the token, answers to errors, `/health`."""
 
-from __future__ import annotations
-
 import hmac
 import json
 from collections.abc import Callable

@@ -5,8 +5,6 @@ can be aborted in between. Samples that differ only in their number and their to
 prompt is prefilled once. Any error in a body raises `wire.BadRequest`.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import json

@@ -4,8 +4,6 @@ A version comes from a folder of this host, from a folder that hosts share (`/pu
 have), or in buckets. Buckets take effect together, at the end: until then, the server serves the old weights.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import binascii

@@ -4,8 +4,6 @@ The client checks every reply: it compares ids, log-probs, versions and counts w
 events. A reply that does not fit raises `ServerError`, and so does a server out of reach.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -4,8 +4,6 @@ A page has room for `PAGE_TOKENS` tokens in every layer. Several samples may hol
 pages of its prompt. A page is free when no sample holds it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 from collections.abc import Sequence

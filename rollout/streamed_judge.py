@@ -3,8 +3,6 @@
 The judge gets a share of the time, one layer after the other. It was not tried on a GPU (`docs/rewards.md`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import dataclasses

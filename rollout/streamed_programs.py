@@ -5,8 +5,6 @@ both the transfer and the computation that hides it. Parts are flat arrays: XLA 
 with one array for each weight it waited for nearly all copies before it computed.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

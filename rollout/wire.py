@@ -12,8 +12,6 @@ samples carry the key of the patches. In a conversation that goes on, only new p
 window order.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

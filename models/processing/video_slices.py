@@ -7,8 +7,6 @@ frame must have the next time of the list. A decoding from the start would then 
 frame differs after seeking, the packets are read without seeking. If a packet or frame differs again, `slice` returns
 None, and the caller decodes the complete file."""
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import dataclasses

@@ -3,8 +3,6 @@
 After each route, `published.Checksums` prove which weights the server has.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

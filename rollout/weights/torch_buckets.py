@@ -9,8 +9,6 @@ PyTorch's memory in this process, filled from JAX's arrays (route `ipc` in `docs
 """
 
 # pyright: reportPrivateImportUsage=false
-from __future__ import annotations
-
 import functools
 import pickle
 import struct

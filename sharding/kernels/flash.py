@@ -5,8 +5,6 @@ tile of keys visits for its gradients. The device computes the lists once for al
 segment and branch of each tile. Memory is linear in the length.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

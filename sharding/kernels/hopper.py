@@ -11,8 +11,6 @@ arXiv:2407.08608, 3.2). Products accumulate in float32; the running softmax is t
 `jax.experimental.pallas.mosaic_gpu` is documented as unstable; this file and `hopper_gradients` use its public names.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

@@ -6,8 +6,6 @@ keys; it issues the product for the gradients of a tile together with the scores
 it computes 64 keys against tiles of 64 queries, for all query heads that read its KV head one after another.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -6,8 +6,6 @@ sums are combined at the end. The portable form gathers one block of pages of al
 sequence. Every bit of an output depends on its own sequence alone.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -8,8 +8,6 @@ multiple of `p`: they lie along the last `log2(p)` mesh axes. Any two groups are
 section 3.3).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

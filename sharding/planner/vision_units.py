@@ -1,7 +1,5 @@
 """Deals images and frame pairs to devices that run the vision tower: evenly, and near the units' own tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import itertools

@@ -5,8 +5,6 @@ round after another. A round sees its part of the row as a view: `budget` column
 differ on each device. So MLPs compute no padding except the end of the row, whatever the sum of the rounds' budgets.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping
