@@ -8,6 +8,8 @@ positions and the medium that it shows are the same.
 Kept pages count as free: they are given to samples that need pages, those of the oldest prefix first.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import itertools
