@@ -47,23 +47,27 @@ def tensor_names(config: DecoderConfig) -> list[TensorName]:
     return ARCHITECTURES[config.architecture].tensor_names(config, weights)
 
 
-class _Files:
-    """The open safetensors files of a folder; `where` maps the name of a tensor to its file."""
+class TensorFiles:
+    """The open safetensors files of a folder: those that an index names, or the file `single`. `where` maps the name of
+    a tensor to its file. Raises CheckpointError, naming file and tensor, for all that can't be read."""
 
-    def __init__(self, folder: pathlib.Path, stack: contextlib.ExitStack, progress: Callable[[float], object]) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        stack: contextlib.ExitStack,
+        single: str = SINGLE,
+        progress: Callable[[float], object] = float,
+    ) -> None:
         self.folder, self._progress = folder, progress
         self._read: set[str] = set()
         claims: dict[str, str] = {}
         if (folder / INDEX).exists():
             claims = read_json(folder / INDEX, needed=True).get("weight_map", {})
-            files = sorted(set(claims.values()))
-        elif (folder / SINGLE).exists():
-            files = [SINGLE]
-        else:
-            raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}")
+        elif not (folder / single).exists():
+            raise CheckpointError(f"{folder / single}: no such file; the folder has neither {single} nor {INDEX}")
         self.where: dict[str, str] = {}
         self.open: dict[str, safe_open] = {}
-        for file in files:
+        for file in sorted(set(claims.values())) if claims else [single]:
             try:
                 self.open[file] = stack.enter_context(safe_open(folder / file, framework="numpy"))
             except FileNotFoundError:
@@ -83,8 +87,7 @@ class _Files:
         return self.folder / self.where.get(name, INDEX if len(self.open) > 1 else next(iter(self.open)))
 
     def check_dtypes(self) -> None:
-        """Raises CheckpointError, naming the tensor, for a dtype that is not in `DTYPES`, as in quantised
-        checkpoints."""
+        """Refuses a dtype that is not in `DTYPES`, as in quantised checkpoints."""
         for name, file in self.where.items():
             dtype = self.open[file].get_slice(name).get_dtype()
             if dtype not in DTYPES.values() and not name.endswith(IGNORED_SUFFIXES):
@@ -93,38 +96,38 @@ class _Files:
                     "checkpoint that was not quantised"
                 )
 
+    def check_present(self, names: Collection[str]) -> None:
+        for name in sorted(set(names) - self.where.keys()):
+            raise CheckpointError(f"{self.path(name)}: tensor {name} is missing")
+
+    def check_names(self, wanted: Collection[str], reason: str) -> None:
+        """Refuses files that lack one of the tensors `wanted`, or have another one, for this reason."""
+        self.check_present(wanted)
+        for name in sorted(self.where.keys() - set(wanted)):
+            if name != HEAD and not name.endswith(IGNORED_SUFFIXES):  # `_tied_or_not` found that the head is a copy
+                raise CheckpointError(f"{self.path(name)}: tensor {name} is unexpected; {reason}")
+
     def carried(self, prefix: str) -> dict[str, np.ndarray]:
         """The tensors whose names begin with `prefix`, by name; no tensors if `prefix` is empty."""
         names = [name for name in self.where if prefix and name.startswith(prefix)]
         return {name: self.open[self.where[name]].get_tensor(name) for name in sorted(names)}
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """A tensor as it is on disk. Raises CheckpointError if the tensor is missing or has another shape."""
-        if name not in self.where:
-            raise CheckpointError(f"{self.path(name)}: tensor {name} is missing")
+        """A tensor as it is on disk, which must have this shape."""
+        self.check_present([name])
         file = self.open[self.where[name]]
         found = tuple(file.get_slice(name).get_shape())
         if found != shape:
             raise CheckpointError(
-                f"{self.path(name)}: tensor {name} has shape {list(found)}, but by config.json it must have "
-                f"{list(shape)}"
+                f"{self.path(name)}: tensor {name} has shape {list(found)}, but by its configuration it must have "
+                f"{list(shape)}: it is of another model"
             )
         self._read.add(name)
         self._progress(len(self._read) / len(self.where))
         return file.get_tensor(name)
 
 
-def _check_names(files: _Files, names: list[TensorName], carried: Collection[str]) -> None:
-    wanted = {name for entry in names for name in entry.full_names} | set(carried)
-    for name in sorted(wanted - files.where.keys()):
-        raise CheckpointError(f"{files.path(name)}: tensor {name} is missing")
-    for name in sorted(files.where.keys() - wanted):
-        if name == HEAD or name.endswith(IGNORED_SUFFIXES):  # `_tied_or_not` found that the head is a copy
-            continue
-        raise CheckpointError(f"{files.path(name)}: tensor {name} is unexpected; this architecture has no such weight")
-
-
-def _tied_or_not(files: _Files, config: DecoderConfig, raw: JsonObject) -> DecoderConfig:
+def _tied_or_not(files: TensorFiles, config: DecoderConfig, raw: JsonObject) -> DecoderConfig:
     """The configuration, untied if the files store a head that differs from the embedding. transformers ties head and
     embedding if config.json says so at its top or in `text_config`, but keeps a stored head that differs. SGLang drops
     this head. Raises CheckpointError for a head that differs, unless the top of config.json sets `tie_word_embeddings`
@@ -141,19 +144,19 @@ def _tied_or_not(files: _Files, config: DecoderConfig, raw: JsonObject) -> Decod
     return dataclasses.replace(config, text=text, extra=json.dumps(settled))
 
 
-def _is_tied_copy(files: _Files, config: DecoderConfig) -> bool:
+def _is_tied_copy(files: TensorFiles, config: DecoderConfig) -> bool:
     """Says whether the stored head equals the embedding, bit for bit, as in some tied checkpoints."""
     entry = next(entry for entry in tensor_names(config) if entry.path == ("embedding", "table"))
     head, embedding = (files.read(name, entry.disk_shape) for name in (HEAD, entry.name))
     return head.dtype == embedding.dtype and head.tobytes() == embedding.tobytes()
 
 
-def _parameter(files: _Files, entry: TensorName, dtype: DTypeLike | None, sharding: Sharding) -> jax.Array:
+def _parameter(files: TensorFiles, entry: TensorName, dtype: DTypeLike | None, sharding: Sharding) -> jax.Array:
     layers = _layers_of(files, entry, dtype)
     return place_stack(layers, len(entry.numbers), sharding) if entry.stacked else place(next(layers), sharding)
 
 
-def _layers_of(files: _Files, entry: TensorName, dtype: DTypeLike | None) -> Iterator[np.ndarray]:
+def _layers_of(files: TensorFiles, entry: TensorName, dtype: DTypeLike | None) -> Iterator[np.ndarray]:
     first = None
     for name in entry.full_names:
         value = files.read(name, entry.disk_shape)
@@ -191,13 +194,14 @@ def load(
     except ModelConfigError as error:
         raise ModelConfigError(f"{folder / 'config.json'}: {error}") from None
     with contextlib.ExitStack() as stack:
-        files = _Files(folder, stack, progress)
+        files = TensorFiles(folder, stack, progress=progress)
         files.check_dtypes()
         config = dataclasses.replace(config, names=name_layout(files.where))
         config = _tied_or_not(files, config, raw)
         config = dataclasses.replace(config, carried=files.carried(ARCHITECTURES[config.architecture].carried))
         names = tensor_names(config)
-        _check_names(files, names, config.carried)
+        wanted = {name for entry in names for name in entry.full_names}
+        files.check_names(wanted | set(config.carried), "this architecture has no such weight")
         model = abstract(config)
         places = by_path((shardings or on_first_device)(model))
         params = {entry.path: _parameter(files, entry, dtype, places[entry.path]) for entry in names}
