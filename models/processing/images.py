@@ -161,10 +161,8 @@ def _jpeg_has_hole(jpeg: bytes, limits: DecodeLimits) -> bool:
     decoder.options = {"err_detect": "explode", "max_pixels": str(CODED * limits.pixels)}
     try:
         decoder.decode(av.Packet(jpeg))
-    except InvalidDataError:
-        return True
-    except FFmpegError:  # FFmpeg does not know this kind of JPEG
-        return False
+    except FFmpegError as error:  # other errors: FFmpeg does not know this kind of JPEG
+        return isinstance(error, InvalidDataError)
     return False
 
 

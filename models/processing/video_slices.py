@@ -35,9 +35,9 @@ class Slice:
 
 
 class _Note(NamedTuple):
-    """Facts of a packet that was read and not decoded. Times are in the stream's time base."""
+    """Facts of a packet that was read and not decoded."""
 
-    time: int | None  # time of the packet's frame
+    time: int | None  # time of the packet's frame, in the stream's time base
     begin: int | None  # time of the frame's decoding
     duration: int
     place: int | None  # byte offset in the file; None: unknown
@@ -46,7 +46,6 @@ class _Note(NamedTuple):
     entry: bool  # whether decoding can begin here
 
     def fits(self, packet: Packet, codec: str) -> bool:
-        """Says whether `packet` has these facts."""
         same = (packet.pts, packet.pos, packet.size) == (self.time, self.place, self.size)
         return same and is_shown(packet, codec) == self.shown
 

@@ -85,8 +85,6 @@ def seconds_per_grid(seconds: float | None, frames: int, temporal_patch: int) ->
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """The frames that were sampled, the duration of their video, and whether a frame can be found again by its time."""
-
     indices: np.ndarray  # indices of the sampled frames in the file
     total: int  # the number of frames in the file
     seconds: float | None  # duration of the video; None (unknown) only if the video has at most one frame pair
@@ -178,7 +176,8 @@ class VideoReader:
             raise MediaError(self.name, reason) from error
         if reason := ending.cut_off(self.file, times, damaged):
             raise MediaError(self.name, f"is cut off: {reason}")
-        seekable = not damaged and base == stream.time_base and increasing(times) and _sorted(told) == times
+        seekable = not damaged and base == stream.time_base and increasing(times)
+        seekable &= len(told) == len(times) and {*told} == {*times}  # packets are in the order of decoding
         return len(times), duration_of(times, durations, base, stream), seekable
 
     def _every_frame(
@@ -210,8 +209,7 @@ def upright(frame: av.VideoFrame, reformatter: VideoReformatter, threads: int) -
 
 
 def too_many_frames(name: str, limits: DecodeLimits) -> MediaError:
-    most = limits.frames
-    return MediaError(name, f"too many frames: more than {most}")
+    return MediaError(name, f"too many frames: more than {limits.frames}")
 
 
 def rated(count: int, stream: VideoStream) -> float | None:
@@ -253,16 +251,10 @@ def increasing(times: Sequence[int | None]) -> bool:
     return 0 < len(known) == len(times) and all(a < b for a, b in itertools.pairwise(known))
 
 
-def _sorted(times: Sequence[int | None]) -> Sequence[int | None]:
-    """The times sorted, since packets are in the order of decoding; unchanged if a time is unknown."""
-    return times if None in times else sorted(time for time in times if time is not None)
-
-
 def duration_of(times: Sequence[int | None], durations: Sequence[int], base: Any, stream: VideoStream) -> float | None:
     """The seconds from the first frame's start to the last frame's end; None if the seconds are unknown. `times` and
     `durations` of frames are in ticks of `base`. Timestamps count if they are complete and increasing, else the frames'
-    own durations, else the header's rate. A bare stream has durations from its parameter sets, and its rate is the
-    demuxer's guess."""
+    own durations (of a bare stream, those of its parameter sets), else the header's rate."""
     base = fractions.Fraction(base.numerator, base.denominator) if base else None  # PyAV 19 has its own class
     if base and increasing(times):
         known = [time for time in times if time is not None]
