@@ -24,9 +24,8 @@ def abstract(config: DecoderConfig) -> Decoder:
 
 
 def create(config: DecoderConfig, seed: int = 0, shardings: Callable[[Decoder], Params] | None = None) -> Decoder:
-    """The model with random weights, reproducible from `seed`. Each weight is sampled on the host by a generator of its
-    own, seeded with `seed` and the weight's path. Its values depend on no other weight, no device and no compiler.
-    `shardings`: see `models.load`."""
+    """The model with random weights. Each weight is sampled on the host by a generator of its own, seeded with `seed`
+    and the weight's path, so that it depends on no device and no compiler. `shardings`: see `models.load`."""
     return with_values(abstract(config), seed, shardings)
 
 

@@ -175,15 +175,13 @@ def load(
     shardings: Callable[[Decoder], Params] | None = None,
     progress: Callable[[float], object] = float,
 ) -> Decoder:
-    """Reads a local Hugging Face checkpoint folder tensor by tensor.
+    """Reads a local Hugging Face checkpoint folder tensor by tensor: the host holds at most two tensors at a time, a
+    device its weights and its share of one tensor.
 
     `dtype` casts every weight; None keeps the dtypes of the checkpoint. `shardings(model)` gets the abstract model and
-    returns the sharding of each weight, in the structure of its parameters (default: this process's first device). A
-    tensor goes to its devices before the next tensor is read. The host holds at most two tensors of weights at a time,
-    a device its weights and its share of one tensor. `progress` gets the share of the tensors read so far, up to 1.
-
-    Raises CheckpointError naming file and tensor for anything missing, unexpected or mis-shaped, and ModelConfigError
-    for architectures and settings that are not supported.
+    returns the sharding of each weight, in the structure of its parameters (default: this process's first device).
+    `progress` gets the share of the tensors read so far, up to 1. Raises CheckpointError naming file and tensor for
+    anything missing, unexpected or mis-shaped, and ModelConfigError for what is not supported.
     """
     folder = pathlib.Path(path)
     if why := why_missing(path):
@@ -270,10 +268,9 @@ def _in_order(config: DecoderConfig, values: Mapping[tuple[str, ...], Any]) -> l
 def save(
     model: Decoder, path: str | os.PathLike[str], dtype: DTypeLike | None = None, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Writes `config.json` and safetensors that `transformers`, SGLang and `load` read. `dtype` casts every weight;
-    None writes weights bit for bit. Tensors that the model carries (`config.carried`) are never cast. Weights are
-    copied to the host one tensor at a time. Older weight files are removed after all new files are written.
-    `config.json` is written last."""
+    """Writes `config.json`, which is written last, and safetensors that `transformers`, SGLang and `load` read. `dtype`
+    casts every weight but those that the model carries (`config.carried`); None writes weights bit for bit. Weights are
+    copied to the host one at a time. Older weight files are removed after all new files are written."""
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     params = nnx.to_pure_dict(nnx.state(model))
@@ -310,8 +307,7 @@ def save(
 
 
 def _with_dtype(config: JsonObject, stored: str) -> JsonObject:
-    """The dictionary with the weights' dtype in every field that names a dtype. If the top of the dictionary names no
-    dtype, `torch_dtype` is added there."""
+    """The dictionary with the weights' dtype in every field that names a dtype, and at the top in any case."""
     said = ("dtype", "torch_dtype")
     top: dict[str, Any] = {} if any(config.get(key) for key in said) else {"torch_dtype": stored}
     for section in ("text_config", "vision_config"):

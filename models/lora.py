@@ -76,8 +76,7 @@ def fresh_adapters(model: Decoder, seed: int, shardings: Params) -> dict[Path, j
 def save_adapters(
     config: DecoderConfig, adapters: Params, path: str | os.PathLike[str], lora: Lora, base: str = ""
 ) -> None:
-    """Writes a folder that `peft` loads onto the model of `transformers` (5 or newer). `base` is the folder or name of
-    the frozen weights."""
+    """Writes a folder that `peft` loads onto a model of `transformers` 5; `base` names the frozen weights."""
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     values = by_path(adapters)
@@ -92,8 +91,8 @@ def save_adapters(
 
 
 def load_adapters(config: DecoderConfig, path: str | os.PathLike[str], lora: Lora) -> dict[Path, np.ndarray]:
-    """Reads adapters that `save_adapters` or PEFT wrote: float32 arrays by path. Raises CheckpointError for a folder
-    with other settings than `lora`, and for a tensor that is missing, unexpected or mis-shaped."""
+    """Reads adapters that `save_adapters` or PEFT wrote: float32 arrays by path. Raises CheckpointError for other
+    settings than `lora`, and for a tensor that is missing, unexpected or mis-shaped."""
     folder = pathlib.Path(path)
     if why := why_missing(path):
         raise CheckpointError(why)

@@ -5,11 +5,11 @@ that follow from it, show the cut in every format. Matroska, FLV and IVF files d
 consist of packets of one size. Transport, program and bare streams declare no length, and AVI files often a wrong
 length: files of these four kinds look complete if they were cut between two packets.
 
-A decoder that begins in the middle of a stream must give the same frames as a decoder that began at the stream's start.
-A packet that the container marks as a key frame may give other frames, for three reasons. The mark may be wrong. A
-step-by-step refresh of the picture may begin there (H.264's recovery points). Parameters for decoding may stand only
-earlier in the stream. Sources: ITU-T H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9 bitstream specification
-(6.2), the AV1 specification (5.3 to 5.9), ISO/IEC 13818-2 and 14496-2 (6.2).
+A decoder that begins in the middle of a stream must give the same frames as one that began at its start. A packet that
+the container marks as a key frame may give others: the mark may be wrong, a step-by-step refresh of the picture may
+begin there (H.264's recovery points), or parameters for decoding may stand only earlier in the stream. Sources: ITU-T
+H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9 bitstream specification (6.2), the AV1 specification (5.3 to
+5.9), ISO/IEC 13818-2 and 14496-2 (6.2).
 """
 
 import itertools
@@ -165,9 +165,8 @@ def is_shown(packet: Packet, codec: str) -> bool:
 
 
 class EntryPoints:
-    """Finds the packets with which decoding can begin. From the time of such a packet on, every frame is the same as in
-    a decoding from the start of the stream. Frames of an earlier time that follow the packet may differ. A stream of a
-    codec that is in neither `_UNITS` nor `_ALONE` has no such packet."""
+    """Finds the packets with which decoding can begin, if the codec is in `_UNITS` or `_ALONE`. From the time of such a
+    packet on, frames are those of a decoding from the start; frames of an earlier time behind it may differ."""
 
     def __init__(self, stream: VideoStream) -> None:
         self._codec: str = stream.codec.canonical_name

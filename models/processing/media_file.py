@@ -43,14 +43,13 @@ class PromptError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The facts of an image or a video. Width and height are of the upright picture, in pixels. `seconds` is None if
-    nothing tells how long a video lasts. `counted` is False if `frames` and `seconds` are from a header."""
+    """The facts of an image or a video."""
 
-    width: int
+    width: int  # of the upright picture, in pixels
     height: int
     frames: int = 1
-    seconds: float | None = None
-    counted: bool = True
+    seconds: float | None = None  # None: nothing tells how long the video lasts
+    counted: bool = True  # False: `frames` and `seconds` are from a header
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +65,7 @@ class Medium:
 
     @property
     def blocks(self) -> list[Grid]:
-        """The grids of the parts that have a placeholder each: each frame pair that has a time, or the complete
-        medium."""
+        """The grids of the parts that have a placeholder each: frame pairs that have times, or the complete medium."""
         _, rows, columns = self.grid
         return [(1, rows, columns)] * len(self.times) or [self.grid]
 

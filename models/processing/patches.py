@@ -1,9 +1,8 @@
 """Resizes frames, turns them into patches, and puts patches from raster order into the vision tower's window order.
 
-The permutation, the 2-D positions, and the segments of frames and of windows are computed on the host, with numpy, so
-that windows are contiguous in the model. Raster order is that of the Hugging Face processors: media in order, frame
-pairs in time, then merge blocks row by row, then the `merge ** 2` patches of a block row by row. This file needs no
-JAX, because processes that only decode media use it.
+In window order, windows are contiguous in the model. Raster order is that of the Hugging Face processors: media in
+order, frame pairs in time, then merge blocks row by row, then the `merge ** 2` patches of a block row by row. This file
+needs no JAX, because processes that only decode media use it.
 
 Frames are resized bicubically, bit for bit as torchvision resizes the videos of the published processors. Pillow, which
 resizes images (`images.py`), quantises the weights of the same antialiased kernel differently; about 0.3 % of a video's

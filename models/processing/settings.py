@@ -1,7 +1,7 @@
 """Preprocessing settings as typed values, read from and written to Hugging Face's JSON files.
 
-Defaults are those of transformers 5.23 (`Qwen2VLImageProcessor`, `Qwen2VLVideoProcessor`), with one exception. Videos
-are sampled at 2 frames a second if a checkpoint has no rate, as in the authors' `qwen-vl-utils`.
+Defaults are those of transformers 5.23 (`Qwen2VLImageProcessor`, `Qwen2VLVideoProcessor`), but videos without a rate in
+the checkpoint are sampled at 2 frames a second, as in the authors' `qwen-vl-utils`.
 """
 
 import dataclasses
