@@ -29,9 +29,7 @@ class CostError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ModelSizes:
-    """The sizes that a model's cost depends on. `value_bytes` is the size of an activation on the wire, 2 in bfloat16.
-    With `share_kv`, heads that a device group can't share evenly are filled up with zeros or copied (`deal_heads`);
-    otherwise a device has a fraction of a head."""
+    """The sizes that a model's cost depends on."""
 
     name: str
     layers: int  # layers with attention
@@ -48,8 +46,8 @@ class ModelSizes:
     vision_mergers: int = 1  # a merger gives a token as many numbers as the decoder is wide
     patch_values: int = 3 * 2 * 14 * 14  # numbers in a patch: channels x frames x height x width
     patches_per_token: int = 4
-    value_bytes: int = 2
-    share_kv: bool = True
+    value_bytes: int = 2  # of an activation on the wire
+    share_kv: bool = True  # heads that a device group can't share evenly are dealt (`deal_heads`), not divided
     other_flops: float = 0.0  # FLOPs of a token in layers without attention and in gates of attention
     state_layers: int = 0  # layers that mix tokens by a state
     state_bytes: float = 0.0  # bytes of a token in the all-to-alls of one such layer, without copies of heads
@@ -70,16 +68,16 @@ class ModelSizes:
         return 2.0 * (self.patch_values * self.vision_width + tower + self.vision_mergers * merger)
 
     def heads_of(self, degree: int) -> tuple[int, int]:
-        """Returns (query heads, KV heads) that travel to the `degree` devices of a device group and are computed there:
-        see `deal_heads`. Raises PlanError for a degree above the number of query heads."""
+        """Returns (query heads, KV heads) that travel to the `degree` devices of a device group and are computed there.
+        Raises PlanError as `deal_heads` does."""
         if not self.share_kv:
             return self.heads, self.kv_heads
         deal = deal_heads(self.heads, self.kv_heads, degree)
         return deal.local_queries * degree, deal.local_kv * degree
 
     def wire_bytes(self, degree: int) -> float:
-        """The bytes of a token in the all-to-alls of one layer's attention over `degree` devices: queries and output,
-        keys and values, including the bytes that stay on their device. Raises PlanError like `heads_of`."""
+        """The bytes of a token in the all-to-alls of one layer's attention over `degree` devices, those that stay on
+        their device included. Raises PlanError as `deal_heads` does."""
         return 2.0 * sum(self.heads_of(degree)) * self.head_size * self.value_bytes
 
 
@@ -99,9 +97,7 @@ class AttentionFit:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Seconds of an all-to-all: `alpha + sent * (per_byte + congestion * flying)`. `sent` are the bytes that a device
-    sends over this link, `flying` the bytes that the device group has under way at once. With `congestion`, the
-    time grows faster than the bytes."""
+    """Seconds of an all-to-all: `alpha + sent * (per_byte + congestion * flying)`; see `link_bytes`."""
 
     alpha: float
     per_byte: float
@@ -171,8 +167,7 @@ class CostModel:
 
     def attention_seconds(self, length: Number, degree: int = 1) -> Number:
         """Seconds of one device's share of the attention of a sequence of `length` tokens on `degree` devices, with a
-        launch for this sequence alone in each layer. An array of lengths gives an array of seconds. Raises PlanError as
-        `ModelSizes.heads_of` does."""
+        launch for this sequence alone in each layer. Raises PlanError as `deal_heads` does."""
         length = np.asarray(length, float)
         return self._attention(length**2, length, degree)
 
@@ -206,14 +201,10 @@ class CostModel:
         self, plan: ShardPlan, *, train: bool = True, squares: Sequence[int | float] | np.ndarray | None = None
     ) -> float:
         """Seconds of all passes over a microbatch (forward, recomputed, backward), or with `train=False` of the forward
-        pass alone.
-
-        Each device has its attention, its linear work and the part of its all-to-alls that computation does not hide
-        (`_attention_ends`). The slowest device counts, because all devices gather the next layer's weights together.
-        `squares` gives each sequence's attention work: `length**2` unless several responses share a prompt.
-
-        Not included: the vision tower, gathering weights, reducing gradients, the optimizer, host work.
-        """
+        pass alone, of the slowest device. Each device has its attention, its linear work and the part of its
+        all-to-alls that computation does not hide (`_attention_ends`). `squares` gives each sequence's attention work:
+        `length**2` unless several responses share a prompt. Not included: the vision tower, gathering weights, reducing
+        gradients, the optimizer, host work."""
         lengths = np.array(plan.lengths, float)
         quadratic = lengths**2 if squares is None else np.asarray(squares, float)
         linear = self.linear_seconds(plan.memory())

@@ -1,8 +1,7 @@
 """A weight is declared once; its abstract shape, initial value, sharding and gather derive from the declaration.
 
 Low-rank adapters (LoRA, arXiv:2106.09685) are weights, too: beside `q` (`[in..., out...]`, frozen) are `q_lora_a`
-(`[in..., R]`) and `q_lora_b` (`[R, out...]`), which are trained. When a layer is used, a walk adds `factor * a @ b` in
-float32 to the shard of `q` that a device holds, before it casts and gathers the sum (`docs/parallelism.md`).
+(`[in..., R]`) and `q_lora_b` (`[R, out...]`), which are trained. A walk adds their product to `q` when it uses a layer.
 """
 
 from __future__ import annotations
@@ -78,10 +77,9 @@ class Cut(NamedTuple):
 
 
 def cut_of(spec: WeightSpec, mesh: Mesh) -> Cut | None:
-    """The cut of this weight under FSDP, or None to replicate it. Mesh axes of size one are left out. The cut goes
-    through the first logical axis of `CUT` whose size is a multiple of the number of devices. If no axis fits, outer
-    mesh axes are left out: the weight is cut over the largest suffix of the mesh axes that fits, and replicated over
-    the other mesh axes. If no suffix fits, as may be with 3 devices, the weight is replicated over all."""
+    """The cut of this weight under FSDP, or None to replicate it. The cut goes through the first logical axis of `CUT`
+    whose size is a multiple of the number of devices. If none fits, the weight is cut over the largest suffix of the
+    mesh axes that fits, and replicated over the other mesh axes: over all, if no suffix fits, as with 3 devices."""
     names = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
     for first in range(len(names)):
         axes = names[first:]
@@ -145,8 +143,7 @@ _dispatch = jax.jit(lambda nothing: nothing)
 
 
 def place_stack(layers: Iterable[np.ndarray], depth: int, sharding: Sharding) -> jax.Array:
-    """The stack `[L, ...]` of `depth` layers of one weight, assembled on its devices. The host holds one layer at a
-    time; a device holds its shards of the stack and of one layer."""
+    """The stack `[L, ...]` of `depth` layers of one weight, assembled on its devices, one layer at a time."""
     stack, of_a_layer = None, sharding
     if isinstance(sharding, NamedSharding):  # stacks are never cut along their layers
         of_a_layer = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))

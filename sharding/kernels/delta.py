@@ -31,7 +31,6 @@ from .delta_heads import DeltaHeads
 from .runs import TAIL, ChunkStart, PackedRuns
 
 BLOCK = 8  # chunks of a block; from 4 to 32, memory grows, and the time on CPUs is the same
-UNROLL = 1  # chunks of an iteration of the loop over states
 SMALL = 8  # matrices of at most this many rows are multiplied as sums, which are faster than a library's product
 NORM_EPS = 1e-6  # added to the sum of squares of a query or key, under the root
 
@@ -71,9 +70,9 @@ def new_state(heads: DeltaHeads, rows: int, dtype: DTypeLike) -> DeltaState:
 def delta_rule(
     inputs: DeltaInputs, heads: DeltaHeads, runs: PackedRuns, state: DeltaState | None = None, block: int = BLOCK
 ) -> tuple[Float[Array, "B T V J"], DeltaState]:
-    """Computes convolution and delta rule over packed rows. Returns (outputs, the state after each row's last run).
-    Outputs are float32, and zero at padding. `runs` that `packed_runs` made with `given` need the `state` before the
-    rows. The backward pass computes `block` chunks at a time."""
+    """Convolution and delta rule over packed rows: (float32 outputs, zero at padding; the state after each row's last
+    run). `runs` that `packed_runs` made with `given` need the `state` before the rows. The backward pass computes
+    `block` chunks at a time."""
     x, runs = inputs.channels_BTX, jax.tree.map(jnp.asarray, runs)
     B, N, C = runs.columns_BNC.shape
     given = new_state(heads, B, x.dtype) if state is None else state
@@ -105,8 +104,7 @@ def delta_rule(
 
 
 def delta_step(inputs: DeltaInputs, heads: DeltaHeads, state: DeltaState) -> tuple[Float[Array, "B 1 V J"], DeltaState]:
-    """Computes convolution and delta rule of one token in each row, for decoding. Returns (float32 outputs, new
-    states)."""
+    """Convolution and delta rule of one token in each row, for decoding: (float32 outputs, new states)."""
     x_B4X = jnp.concatenate([state.channels_B3X.astype(inputs.channels_BTX.dtype), inputs.channels_BTX], axis=1)
     q, k, v = (x[:, 0] for x in _queries_keys_values(_convolved(x_B4X, inputs.conv_XS), heads))
     log_decay, beta = (_grouped(x[:, 0], heads)[..., None] for x in (inputs.log_decay_BTV, inputs.beta_BTV))
@@ -124,8 +122,7 @@ def _grouped(x: Array, heads: DeltaHeads, axis: int = 1) -> Array:
 
 
 def _convolved(x: Float[Array, "*rows S X"], weight: Float[Array, "X 4"]) -> Float[Array, "*rows T X"]:
-    """Computes the causal convolution of each channel, and SiLU, in float32. Each of `T = S - 3` results is from four
-    tokens."""
+    """The causal convolution of four tokens in each channel, and SiLU, in float32; `T = S - 3`."""
     tokens = x.shape[-2] - TAIL
     wide, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     shifted = (wide[..., i : i + tokens, :] for i in range(TAIL + 1))
@@ -171,8 +168,7 @@ def _states_forward(
     corrections: Array, reads: Array, writes: Array, decay: Array, start: Array, carry: tuple[Array, Array]
 ) -> tuple[tuple[Array, Array, tuple[Array, Array]], tuple]:
     """The recurrence from chunk to chunk. The argument `corrections` `[n, ..., C, J]` is that of chunks that begin with
-    S = 0. `reads @ S` is subtracted from `corrections`. The next state is `decay * S + writes^T @ corrections`. Returns
-    ((the state S with which each chunk begins, corrections, carry), residuals)."""
+    S = 0. Returns ((the state S with which each chunk begins, corrections, carry), residuals)."""
 
     def step(carry: tuple[Array, Array], chunk: tuple[Array, ...]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         (state, kept), (corrections, reads, writes, decay, start) = carry, chunk
@@ -183,7 +179,7 @@ def _states_forward(
         after = decay * state + _dot("...CH,...CJ->...HJ", writes, corrections)
         return (after, kept), (state, corrections)
 
-    carry, (states, corrections) = jax.lax.scan(step, carry, (corrections, reads, writes, decay, start), unroll=UNROLL)
+    carry, (states, corrections) = jax.lax.scan(step, carry, (corrections, reads, writes, decay, start))
     return (states, corrections, carry), (states, corrections, reads, writes, decay, start)
 
 
@@ -202,7 +198,7 @@ def _states_backward(residuals: tuple, cotangents: tuple) -> tuple:
         return (before, kept), (after, d_corrections)
 
     chunks = (d_states, d_corrections, reads, writes, decay, start)
-    d_carry, (d_after, d_corrections) = jax.lax.scan(step, d_carry, chunks, reverse=True, unroll=UNROLL)
+    d_carry, (d_after, d_corrections) = jax.lax.scan(step, d_carry, chunks, reverse=True)
     d_reads = -_dot("...CJ,...HJ->...CH", d_corrections, states)
     d_writes = _dot("...CJ,...HJ->...CH", corrections, d_after)
     d_decay = jnp.sum(states * d_after, axis=(-1, -2), keepdims=True)
