@@ -1,9 +1,9 @@
 """The table of chunks by which layers with a state go through packed rows.
 
 A run is all tokens of one segment and branch, in the order of their columns. The path of a token is the token's run up
-to the token. If the token belongs to a branch, the path begins with the run of the prompt. A layer with a state
-(`delta`) computes chunks, each of tokens of one run. The layer's state begins anew at each segment. Every branch begins
-with the state at the end of the prompt. Padding is in no run.
+to the token, in a branch behind the run of the prompt. A layer with a state (`delta`) computes chunks, each of tokens
+of one run. Its state begins anew at each segment, and in every branch as at the end of the prompt. Padding is in no
+run.
 """
 
 import dataclasses

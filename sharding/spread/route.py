@@ -1,9 +1,8 @@
 """Routes features of the vision tower from the devices that computed them to the devices that hold their tokens.
 
 The tower's work is spread evenly, wherever the tokens are, so that features must move. They move as on a hypercube: in
-at most one exchange across each mesh axis of size two. In an exchange every device has a partner across the axis, and
-sends the features whose destination is on the partner's side. The host plans which device sends which features; all
-devices run the same program, also devices without features.
+at most one exchange across each mesh axis of size two, every device sends its partner across the axis the features
+whose destination is on the partner's side. All devices run the same program, also devices without features.
 """
 
 import dataclasses
