@@ -85,8 +85,7 @@ class Wire:
 class Wires:
     """The wires of one process at work. The thread that listens to a peer calls `heard(process, message, data)` for
     every message, in order, and `gone(process, why)` once, after the last message. A peer that sends no byte for
-    `timeout` seconds is gone. A thread of every process sends at least five heartbeats in this time. Heartbeats stop
-    only if the process is stopped, is cut off, holds the interpreter lock, or has a peer that reads nothing."""
+    `timeout` seconds, in which a thread sends at least five heartbeats, is gone."""
 
     def __init__(
         self,
