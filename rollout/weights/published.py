@@ -96,8 +96,8 @@ class SharedFolders:
 
     def write(self, version: int, params: Mapping[str, Any]) -> Published:
         """Writes a version tensor by tensor, unless these very arrays were written as this version before. Blocks.
-        Raises EngineError for weights of another model, which servers might accept or die of. Raises OSError, which
-        names the folder, if there is no room. A failed write leaves no files behind."""
+        Raises EngineError for weights of another model, and OSError, which names the folder, if there is no room. A
+        failed write leaves no files behind."""
         with self._lock:
             arrays = jax.tree.leaves(params)
             for published, seen in self._written:
@@ -171,8 +171,8 @@ class Checksums:
         self._expected = functools.cache(self._compute)
 
     def check(self, ranks: Sequence[Mapping[str, str]], server: str) -> None:
-        """Compares the checksums with those of each rank of a server, under the checkpoint's names or SGLang's. Raises
-        WeightsMismatch, which names the server and, unless all tensors differ, a tensor."""
+        """Raises WeightsMismatch, which names the server and, unless all tensors differ, a tensor, if a rank of a
+        server has another checksum, under the checkpoint's names or SGLang's."""
         for rank, held in enumerate(ranks):
             wanted = self._wanted(ranks, rank)
             where = f"{server}, rank {rank}" if len(ranks) > 1 else server
