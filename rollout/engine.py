@@ -38,11 +38,10 @@ class GenerateRequest:
     """A request for `n` responses to one prompt. Sample `i` has the response id `f"{rid}/{i}"`.
 
     The random numbers of token `t` of sample `i` depend on `(seed, i, t)` only, never on other requests. `prefix_ids`
-    are the tokens of responses begun earlier (partial rollouts, migration). Prefixes are prefilled after the prompt and
-    not returned again. `t` counts from the beginning of the prefix, and `max_new_tokens` bounds prefix and new tokens
-    together. `samples` are the numbers `i`. A request for some samples of an earlier request repeats their numbers and
-    the seed, and gets the same tokens. Once `need` samples have ended, the embedded engine aborts the other samples by
-    itself; other engines wait for `Engine.abort`.
+    are the tokens of responses begun earlier (partial rollouts, migration), which are not returned again. `t` counts
+    from the beginning of the prefix, and `max_new_tokens` bounds prefix and new tokens together. `samples` are the
+    numbers `i`: a request that repeats numbers and seed gets the same tokens. Once `need` samples have ended, the
+    embedded engine aborts the other samples by itself; other engines wait for `Engine.abort`.
 
     `session` names the conversation of a group: the prompt is the conversation so far. The engine may keep the keys and
     values of a sample that has ended. The sample's next turn is then a request with the same session and the same

@@ -94,8 +94,8 @@ def is_loopback(host: str) -> bool:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that is bound but does not listen yet, so that clients are refused until the server is ready. Raises
-    ValueError, which names the flags."""
+    """A socket that does not listen yet: clients are refused until the server is ready. Raises ValueError, which names
+    the flags."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,8 +1,7 @@
 """Processes of this machine that a run starts, rollout servers above all: command, port, log, and end.
 
 A process that outlives the run would keep its GPU. This file is therefore a program, too: on Linux, it binds its
-process to the thread that started it, then becomes the command in its arguments. On other systems, a process may
-outlive the run.
+process to the thread that started it, then becomes the command in its arguments.
 """
 
 import contextlib

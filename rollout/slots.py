@@ -104,8 +104,8 @@ def seed_words(seed: int) -> tuple[int, int]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeRound:
-    """Samples to decode. A row's first input is the sample's last token, which the device keeps by slot. The cache does
-    not have this token yet. If the device found that a sample has ended, the sample's row does nothing."""
+    """Samples to decode. A row's first input is the sample's last token, which the device keeps by slot, and the cache
+    does not have yet. The row of a sample that has ended does nothing."""
 
     pages_BC: Int[AnyArray, "B C"]  # pages of each sample, filled up with pages out of range
     steps: Int[AnyArray, ""]  # the most tokens that a sample gets in this round
@@ -170,8 +170,7 @@ class SlotTable:
         return self.produced_N + self.unread_N
 
     def wanted_pages(self, slots_B: np.ndarray, steps: int) -> np.ndarray:
-        """The pages that each slot's sample needs for `steps` more tokens, or up to its limit. The last token's
-        keys and values are not cached."""
+        """The pages of each slot's sample with `steps` more tokens, or up to its limit; the last is not cached."""
         tokens_B = self.tokens_N[slots_B] + steps
         entries_B = np.minimum(tokens_B, self.limit_N[slots_B]) + self.prompt_N[slots_B] - 1
         return -(-entries_B // PAGE_TOKENS)
@@ -207,8 +206,8 @@ class SlotTable:
         )
 
     def round(self, slots_B: np.ndarray, size: int, steps: int, longest: int) -> DecodeRound:
-        """The input of the decode program for a round of `steps` tokens, filled up to `size` rows that do nothing.
-        Shapes depend on `longest`, not on `steps`, so that one program serves all rounds."""
+        """The input of the decode program for a round of `steps` tokens, filled up to `size` rows that do nothing. One
+        program serves all rounds of at most `longest` tokens."""
         padding = size - len(slots_B)
         tokens_B = self.tokens_N[slots_B]
 
