@@ -8,8 +8,6 @@ With several devices, attention is cut by heads, an MLP by its inner width, embe
 compiler divides the programs by the shardings of the weights (GSPMD).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -247,7 +245,7 @@ class EngineLayout:
             raise EngineError(f"an engine computes on 1, 2, 4, ... different devices, not on {list(self.devices)}")
 
     @staticmethod
-    def of(devices: Sequence[Device] | None) -> EngineLayout:
+    def of(devices: Sequence[Device] | None) -> "EngineLayout":
         """The layout on `devices` (None: on this process's first device)."""
         return EngineLayout(tuple(jax.local_devices()[:1] if devices is None else devices))
 

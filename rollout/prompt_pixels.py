@@ -5,8 +5,6 @@ leaves a frame pair, so features do not depend on the frame pairs that are compu
 device while the prompt is prefilled.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 from collections import deque
@@ -98,7 +96,7 @@ class PromptFeatures:
     rows: Array | None = None
 
     @staticmethod
-    def of(prompt: ModelInput, merge_unit: int, most: int) -> PromptFeatures:
+    def of(prompt: ModelInput, merge_unit: int, most: int) -> "PromptFeatures":
         """Divides a prompt into groups of at most `most` patches, or of one larger frame pair."""
         assert prompt.vision is not None
         edges = [edge for edge in prompt.frame_edges if edge % merge_unit == 0]  # a feature is never divided

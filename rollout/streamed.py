@@ -5,8 +5,6 @@ caller may let other programs have the device (`rollout.streamed_judge`). Of `L`
 streamed, so that `L // S` layers compute while a streamed layer travels.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -119,7 +117,7 @@ class StreamedModel:
         self._first: Parts = ()  # the first streamed layer, with which the next pass begins
 
     @staticmethod
-    def load(path: str | os.PathLike[str], **settings: Any) -> StreamedModel:
+    def load(path: str | os.PathLike[str], **settings: Any) -> "StreamedModel":
         """The model in a checkpoint folder, with `settings` of the class. During the call, the host holds the weights
         twice. Also raises the errors of `models.load`."""
         return StreamedModel(models.load(path, shardings=on_host), **settings)

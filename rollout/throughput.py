@@ -5,8 +5,6 @@
 with more sizes of the model and more points. Rates are the tokens of one engine in a second.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -45,7 +43,7 @@ class Profile:
     points: tuple[Point, ...]
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> Profile:
+    def load(path: str | os.PathLike[str]) -> "Profile":
         """Reads a file. Raises ProfileError if it is missing, is no JSON, or has another version or too few fields."""
         try:
             read = json.loads(pathlib.Path(path).read_text())

@@ -5,8 +5,6 @@ devices that compute one sequence are a device group. `python benchmarks/calibra
 file that `CostModel.load` reads.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib
@@ -141,7 +139,7 @@ class CostModel:
     fits: dict[str, dict[str, int | float]] = dataclasses.field(default_factory=dict)
 
     @staticmethod
-    def load(path: str | pathlib.Path, model: ModelSizes | None = None) -> CostModel:
+    def load(path: str | pathlib.Path, model: ModelSizes | None = None) -> "CostModel":
         """Reads a file; `model` replaces the file's model. Raises CostError, naming the path, if the file is missing or
         is no cost model."""
         try:
@@ -159,7 +157,7 @@ class CostModel:
             raise CostError(f"{path}: this is no cost model: {type(error).__name__} {error}") from error
         return read.of(model) if model else read
 
-    def of(self, model: ModelSizes) -> CostModel:
+    def of(self, model: ModelSizes) -> "CostModel":
         """Returns the cost model of the same hardware for another model: FLOPs and bytes in proportion."""
         return dataclasses.replace(self, model=model)
 

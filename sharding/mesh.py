@@ -6,8 +6,6 @@ two, so that nested groups need no mesh of their own. FSDP shards over all axes 
 Triton kernels, which are imported, and their absence reported, only if the target is a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import dataclasses
@@ -98,7 +96,7 @@ class Target:
     capability: int = 0  # the compute capability of NVIDIA GPUs, 90 for 9.0; 0 for all other devices
 
     @staticmethod
-    def of(device: Device) -> Target:
+    def of(device: Device) -> "Target":
         """The target that describes `device`; a description of a device suffices, too."""
         version = re.fullmatch(r"(\d+)\.(\d)", str(getattr(device, "compute_capability", "")))  # AMD has gfx942, ...
         return Target(device.platform, 10 * int(version[1]) + int(version[2]) if version else 0)

@@ -9,8 +9,6 @@ and sums the layer's gradients, so that no device holds the complete gradients o
 are one fully manual `shard_map`, since automatic partitioning left gradients replicated, without a reduce-scatter.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
@@ -85,7 +83,7 @@ class Stack:
     order: tuple[str, ...]
 
     @staticmethod
-    def of(layers: nnx.Module) -> Stack:
+    def of(layers: nnx.Module) -> "Stack":
         """The stack of one kind of layers."""
         return Stack({"layers": layers}, ("layers",) * jax.tree.leaves(nnx.state(layers))[0].shape[0])
 
@@ -217,7 +215,7 @@ class Tally:
     sums: dict[str, Any]  # added up over rows, devices and microbatches; an entry may be the sharding of the scalar
     maxima: dict[str, Any]  # the largest over rows, devices and microbatches
 
-    def __add__(self, other: Tally) -> Tally:
+    def __add__(self, other: "Tally") -> "Tally":
         return Tally(
             {name: value + other.sums[name] for name, value in self.sums.items()},
             {name: jnp.maximum(value, other.maxima[name]) for name, value in self.maxima.items()},

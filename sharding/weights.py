@@ -4,8 +4,6 @@ Low-rank adapters (LoRA, arXiv:2106.09685) are weights, too: beside `q` (`[in...
 (`[in..., R]`) and `q_lora_b` (`[R, out...]`), which are trained. A walk adds their product to `q` when it uses a layer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -48,7 +46,7 @@ class WeightSpec:
         if len(set(self.axes)) != len(self.axes):
             raise ValueError(f"axis names of one weight must differ, got {self.axes}")
 
-    def turned(self) -> WeightSpec:
+    def turned(self) -> "WeightSpec":
         """The same matrix with its outputs first."""
         order = [*range(self.inputs, len(self.axes)), *range(self.inputs)]
         shape, axes = tuple(self.shape[i] for i in order), tuple(self.axes[i] for i in order)

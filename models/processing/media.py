@@ -5,8 +5,6 @@ grid `(pairs, rows, columns)` begins at patch `k * rows * columns`. A prompt has
 after another. Patches are bytes until they are normalised, since floats would take four times the memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -42,7 +40,7 @@ class MediaSettings:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, fields: JsonObject) -> MediaSettings:
+    def from_json(cls, fields: JsonObject) -> "MediaSettings":
         """Reads the settings that `to_json` wrote. Raises TypeError or ValueError for anything else."""
 
         def pixels(values: JsonObject) -> PixelSettings:
