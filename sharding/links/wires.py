@@ -3,6 +3,8 @@
 A message is a line of JSON; its field `bytes` says how many bytes of data follow. Nothing is unpickled.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import io
@@ -38,7 +40,7 @@ class Wire:
     writing: threading.Lock
 
     @classmethod
-    def on(cls, end: socket.socket) -> "Wire":
+    def on(cls, end: socket.socket) -> Wire:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return cls(end, end.makefile("rb"), threading.Lock())
 
