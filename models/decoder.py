@@ -270,9 +270,9 @@ def logprobs(
     never_sampled: tuple[int, ...] = (),
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """(log-probability of each token given its predecessor's hidden state, entropy of that distribution), in nats,
-    float32, under `softmax(logits / temperature)`. Temperatures of `inputs`, if any, replace `temperature`. Without a
-    predecessor (the first token of a segment, padding) the values are finite and meaningless. Ids of `never_sampled`
-    have no probability, as in the engine."""
+    float32, under `softmax(logits / temperature)` without the ids `never_sampled`. Temperatures of `inputs`, if any,
+    replace `temperature`. Without a predecessor (a segment's first token, padding) values are finite and meaningless.
+    """
     hidden = hidden_states(model, inputs, walk)
     predecessor = jnp.asarray(inputs.predecessor_BT)
     if inputs.spread is not None:

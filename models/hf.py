@@ -1,7 +1,6 @@
 """Hugging Face checkpoint folders: `config.json` and safetensors, one file or several with an index.
 
-Weights are read and written tensor by tensor. `write_weights` replaces the writer of safetensors, which needs all
-tensors of a file at once.
+Weights are read and written tensor by tensor. The writer of safetensors would need all tensors of a file at once.
 """
 
 import contextlib
@@ -129,9 +128,8 @@ class TensorFiles:
 
 def _tied_or_not(files: TensorFiles, config: DecoderConfig, raw: JsonObject) -> DecoderConfig:
     """The configuration, untied if the files store a head that differs from the embedding. transformers ties head and
-    embedding if config.json says so at its top or in `text_config`, but keeps a stored head that differs. SGLang drops
-    this head. Raises CheckpointError for a head that differs, unless the top of config.json sets `tie_word_embeddings`
-    to false."""
+    embedding if config.json says so at its top or in `text_config`, but keeps a stored head that differs, which SGLang
+    drops. Raises CheckpointError for such a head, unless the top sets `tie_word_embeddings` to false."""
     if not config.text.tie_word_embeddings or HEAD not in files.where or _is_tied_copy(files, config):
         return config
     if raw.get("tie_word_embeddings") is not False:

@@ -1,8 +1,7 @@
 """Reads and writes a `config.json` of Hugging Face, with flat or nested text settings.
 
-The rotary settings are in `rope_parameters` (new), or in `rope_scaling` and `rope_theta` (old), with the meaning that
-they have in transformers 5.23 (`modeling_rope_utils`). A rotary setting that changes anything, but that this file does
-not read, is refused."""
+The rotary settings are in `rope_parameters` (new), or in `rope_scaling` and `rope_theta` (old), as in transformers 5.23
+(`modeling_rope_utils`). A rotary setting that changes anything, but that this file does not read, is refused."""
 
 import dataclasses
 import json
@@ -75,8 +74,7 @@ def _refuse_sliding_windows(config: JsonObject, layers: int, default_full_layers
 
 
 def _rope_settings(config: JsonObject, field: str, read: Mapping[str, set[str]]) -> tuple[str, JsonObject]:
-    """(rope type, settings) of a field of `config`. `read` has the names of the settings that each supported type
-    reads."""
+    """(rope type, settings) of a field of `config`. `read` has the settings that each supported type reads."""
     rope = config.get(field) or {}
     kinds = ["default" if name == "mrope" else name for name in (rope.get("rope_type"), rope.get("type")) if name]
     if len(set(kinds)) > 1 and rope["type"] != "mrope":

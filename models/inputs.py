@@ -136,8 +136,7 @@ def joined(parts: Sequence[ModelInput], merge_unit: int) -> ModelInput:
 
 
 class OutlinedInput:
-    """A prepared prompt without its large arrays, which `laid_out` makes again. It keeps what plans need, under the
-    names of `ModelInput`."""
+    """A prepared prompt without its large arrays, which `laid_out` makes again, but with what plans need."""
 
     __slots__ = ("_edges", "_tokens", "_where", "_which", "frame_bound", "laid_out", "patches_PX")
 
@@ -205,8 +204,7 @@ class PackedTokens:
     runs: PackedRuns | None = None
 
     def with_runs(self, chunks: int = 0, size: int = CHUNK) -> PackedTokens:
-        """These rows with their table of runs. A row gets `chunks` chunks (0: as many as needed) of `size` tokens each.
-        Arrays must be on the host."""
+        """These rows, on the host, with their runs: `chunks` chunks (0: as many as needed) of `size` tokens a row."""
         return dataclasses.replace(self, runs=packed_runs(self.segments_BT, self.branches_BT, chunks, size=size))
 
 

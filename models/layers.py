@@ -176,8 +176,7 @@ def add_bias(x: Array, bias: Array) -> Array:
 
 def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """The angle per position of each pair of the head's `head_dim` rotated numbers, `[head_dim / 2]` float32, and the
-    factor on cosine and sine. `linear` divides positions by `factor`; `yarn` interpolates slow frequencies only (Peng
-    et al., arXiv 2309.00071)."""
+    factor on cosine and sine. `yarn` interpolates slow frequencies only (Peng et al., arXiv 2309.00071)."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = (np.float32(1) / np.float32(rope.theta) ** exponent).astype(np.float32)
     if rope.kind == "linear":
@@ -222,8 +221,7 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 def rotate(
     x: Float[Array, "*rows N H"], rotary: tuple[Float[Array, "*rows R"], Float[Array, "*rows R"]]
 ) -> Float[Array, "*rows N H"]:
-    """Rotates each pair `(x[i], x[i + R/2])` of a head's first R numbers by its angle; `rotary` is (cosine, sine),
-    float32."""
+    """Rotates each pair `(x[i], x[i + R/2])` of a head's first R numbers; `rotary` is (cosine, sine), float32."""
     if (size := rotary[0].shape[-1]) < x.shape[-1]:
         return jnp.concatenate([rotate(x[..., :size], rotary), x[..., size:]], axis=-1)
     cos, sin = (jnp.broadcast_to(part[..., None, :], x.shape) for part in rotary)

@@ -63,8 +63,7 @@ def _adapted_weights(config: DecoderConfig, lora: Lora) -> list[TensorName]:
 
 
 def fresh_adapters(model: Decoder, seed: int, shardings: Params) -> dict[Path, jax.Array]:
-    """The first values of an adapted model's adapters, by path; each pair's product is zero. `shardings` has the
-    sharding of every parameter of the model."""
+    """The first values of an adapted model's adapters, by path; `shardings` are those of all its parameters."""
     places = by_path(shardings)
     drawn: dict[Path, jax.Array] = {}
     for keys, weight in nnx.to_flat_state(nnx.state(model, nnx.Param)):

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 class Architecture:
     """The parts of an architecture that differ from other architectures. The first call of a part imports its module.
     `read(config.json)` raises ModelConfigError for a file that can't be used. `write(config)` returns the content of a
-    config.json without the names of the architecture. `tensor_names(config, weights)` gives every weight of the
-    abstract model its name on disk."""
+    config.json without the names of the architecture. `tensor_names(config, weights)` names every weight on disk."""
 
     name: str  # in `architectures` of config.json
     read: Callable[[JsonObject], DecoderConfig]

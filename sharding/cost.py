@@ -66,8 +66,7 @@ class ModelSizes:
         return 2.0 * (self.patch_values * self.vision_width + tower + self.vision_mergers * merger)
 
     def heads_of(self, degree: int) -> tuple[int, int]:
-        """Returns (query heads, KV heads) that travel to the `degree` devices of a device group and are computed there.
-        Raises PlanError as `deal_heads` does."""
+        """(query heads, KV heads) that travel to `degree` devices and are computed there. Raises as `deal_heads`."""
         if not self.share_kv:
             return self.heads, self.kv_heads
         deal = deal_heads(self.heads, self.kv_heads, degree)
@@ -107,9 +106,8 @@ class Link:
 
 def link_bytes(total: Number, degree: int, node: int) -> tuple[Number, Number]:
     """Returns (sent, flying) of both all-to-alls of a layer, which have `total` bytes. `sent` are the bytes that a
-    device sends to the other devices of its device group, `flying` the bytes that all these devices send to each other.
-    In a device group wider than a node, `sent` counts bytes to other nodes only, since transfers within a node are
-    faster and run meanwhile."""
+    device sends to the other devices of its device group (to other nodes, if it is wider than a node: transfers within
+    a node are faster and run meanwhile), `flying` the bytes that all these devices send to each other."""
     receivers = degree - node if degree > node else degree - 1
     return total * receivers / degree**2, total * (degree - 1) / degree
 
@@ -140,8 +138,7 @@ class CostModel:
 
     @staticmethod
     def load(path: str | pathlib.Path, model: ModelSizes | None = None) -> "CostModel":
-        """Reads a file; `model` replaces the file's model. Raises CostError, naming the path, if the file is missing or
-        is no cost model."""
+        """Reads a file; `model` replaces the file's. Raises CostError, naming the path, if this is no cost model."""
         try:
             raw = json.loads(pathlib.Path(path).read_text())
             parts = {"model": ModelSizes(**raw["model"]), "attention": AttentionFit(**raw["attention"])}

@@ -128,8 +128,7 @@ class Ending:
             self._reached = max(self._reached, end)
 
     def cut_off(self, file: OpenFile, times: list[int | None], damaged: list[int]) -> str:
-        """The reason why the file must have been cut off, or "". `times` are the times of all frames in ticks,
-        `damaged` the indices of the damaged frames."""
+        """Why the file must have been cut off, or "", by the frames' times in ticks and the indices of damaged ones."""
         if any(self._incomplete.values()):
             return "the last packet is incomplete"
         if damaged and len(times) - damaged[-1] <= REORDERED:
@@ -216,8 +215,7 @@ class EntryPoints:
 
 
 def units(data: bytes, length_bytes: int) -> Iterator[bytes]:
-    """Yields the non-empty units of a packet. Before each unit stands its length, or with `length_bytes` 0 a start
-    code."""
+    """Yields the non-empty units of a packet, each behind its length or, with `length_bytes` 0, a start code."""
     if length_bytes:
         place = 0
         while place + length_bytes < len(data):
@@ -236,8 +234,7 @@ def units(data: bytes, length_bytes: int) -> Iterator[bytes]:
 
 
 def _mpeg_video(data: bytes) -> bool:
-    """Says whether a packet is an intra picture behind a sequence header. Without the header, matrices of an
-    earlier header could apply."""
+    """Says whether a packet is an intra picture behind a sequence header, without which earlier matrices may apply."""
     place = data.find(PICTURE)
     return data.startswith(SEQUENCE) and 0 < place < len(data) - 5 and data[place + 5] >> 3 & 7 == INTRA
 

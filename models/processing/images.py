@@ -40,9 +40,8 @@ SHARE = 8
 
 @contextlib.contextmanager
 def open_image(source: Source, limits: DecodeLimits) -> Iterator[tuple[Image.Image, OpenFile]]:
-    """Yields the image in a file, with only its header read, and the open file. Raises MediaError, also for an image of
-    more pixels than `limits` or Pillow's own bound (`PIL.Image.MAX_IMAGE_PIXELS`) allow, and for any error inside the
-    `with` block except MemoryError."""
+    """Yields the image in a file, with only its header read, and the open file. Raises MediaError, also for more pixels
+    than `limits` or `PIL.Image.MAX_IMAGE_PIXELS` allow, and for any error inside the `with` block but MemoryError."""
     name = source_name(source)
     with opened(source) as content:
         try:
@@ -131,8 +130,7 @@ def _notes_behind_pixels(png: OpenFile) -> bool:
 
 
 def refuse_holes(content: OpenFile, format: str, name: str, limits: DecodeLimits) -> None:
-    """Raises MediaError if zeros stand in the place of the picture's data. Some damaged files pass. `format` is
-    Pillow's name of the file's format."""
+    """Raises MediaError if zeros stand in the place of the picture's data. `format` is Pillow's name of the format."""
     if format not in ("JPEG", "MPO", "WEBP", "AVIF"):
         return
     content.seek(0)

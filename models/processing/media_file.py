@@ -1,7 +1,4 @@
-"""Sources of media, the facts of images and videos, and the errors of media and prompts that cannot be used.
-
-The message of each error is one line.
-"""
+"""Sources of media, the facts of images and videos, and the errors of media and prompts that cannot be used."""
 
 import contextlib
 import dataclasses
@@ -33,8 +30,7 @@ class MediaUnavailable(MediaError):
 
 
 class PromptError(ValueError):
-    """A prompt cannot be used: its text and media do not fit together, or the model cannot read it. `reason` is a short
-    name of the kind of problem, for counting."""
+    """A prompt cannot be used: its text and media do not fit together, or the model cannot read it. `reason` is counted."""
 
     def __init__(self, message: str, reason: str = "marks and media disagree") -> None:
         super().__init__(message)

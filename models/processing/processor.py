@@ -241,8 +241,7 @@ class Processor:
         return [{"type": MARKS[part]} if part in MARKS else {"type": "text", "text": part} for part in parts]
 
     def tokenise_messages(self, messages: Sequence[JsonObject]) -> list[int]:
-        """The ids of a conversation up to the assistant's next answer, in the checkpoint's chat template. Raises
-        PromptError."""
+        """The ids of a conversation up to the assistant's next answer, in the chat template. Raises PromptError."""
         rendered = self.render_messages(messages)
         bos = named_tokens(json.loads(self.tokenizer_config)).get("bos_token")
         # As in transformers, `ends` is set for models with vision whose text does not begin with the bos token.
@@ -365,9 +364,8 @@ class Processor:
         self, token_ids_T: Sequence[int] | np.ndarray, media: Sequence[Medium] = (), *, start: int = 0
     ) -> SequenceLayout:
         """The layout of tokens whose first has the rotary position `start`, such as a response, with a run of
-        placeholders for each of `media`, in order. The layout of a sequence is that of its parts, each from the
-        `next_position` of the part before, with feature indices from 0 on. Raises ValueError if runs and media do not
-        match."""
+        placeholders for each of `media`, in order (else ValueError). The layout of a sequence is that of its parts,
+        each from the `next_position` of the part before, with feature indices from 0 on."""
         self._check_vision(media)
         tokens_T = np.asarray(token_ids_T, np.int32)
         pad_of = self._pads() if self.vision else {}

@@ -68,8 +68,8 @@ PROCESSORS = {  # names of transformers' classes for prompts and for videos, by 
 
 
 def read_pixels(config: JsonObject, default: PixelSettings) -> PixelSettings:
-    """The settings in a `preprocessor_config.json` dictionary. Raises ValueError for a step that is switched off, and
-    for a `size` that does not bound pixels."""
+    """The settings in a `preprocessor_config.json`. Raises ValueError for a step that is switched off, and for a `size`
+    that does not bound pixels."""
     for step in STEPS:
         if config.get(step, True) is False:
             raise ValueError(f"{step}=false is not supported")

@@ -156,8 +156,7 @@ class VideoSlicer(VideoReader):
 
 
 def _sought(container: InputContainer, stream: VideoStream, plan: _Plan) -> Iterator[Packet]:
-    """Yields the packets from the plan's first packet on, found by its time. Raises _Unexpected or FFmpegError if that
-    packet is not found."""
+    """Yields the packets from the plan's first one on, found by its time, or raises _Unexpected or FFmpegError."""
     note, codec = plan.notes[plan.first], stream.codec.canonical_name
     if plan.first == 0 or note.begin is None:
         raise _Unexpected

@@ -36,10 +36,9 @@ Keep: TypeAlias = Callable[[int, int, np.ndarray], object]
 def sample_indices(
     total: int, seconds: float | None, frames: FrameSettings, temporal_patch: int, *, timed: bool = False
 ) -> np.ndarray:
-    """Indices of the frames to sample among `total` frames that last `seconds`, spread as in `Qwen2VLVideoProcessor`.
-    With `timed`, frames are spread as in `Qwen3VLVideoProcessor`, which also samples the last frame, and allows any
-    number of frames. Raises ValueError if `total` is 0, and if `frames` asks for more frames than `total`, or for a
-    rate while `seconds` is None."""
+    """Indices of the frames to sample among `total` frames that last `seconds`, spread as in `Qwen2VLVideoProcessor` or
+    (`timed`) `Qwen3VLVideoProcessor`, which also samples the last frame, and allows any number of frames. Raises
+    ValueError for no frames, for more than `total`, and for a rate while `seconds` is None."""
     if total < 1:
         raise ValueError("has no frames")
     if frames.num_frames and timed:
@@ -183,8 +182,7 @@ class VideoReader:
     def _every_frame(
         self, container: InputContainer, stream: VideoStream, ending: Ending, told: list[int | None]
     ) -> Iterator[av.VideoFrame]:
-        """Yields decoded frames in order. `ending` sees every packet; `told` gets the times of the packets that are
-        shown."""
+        """Yields decoded frames in order. `ending` sees every packet; `told` gets the times of shown packets."""
         count, codec = 0, stream.codec.canonical_name
         for packet in container.demux():
             ending.saw(packet)
@@ -233,8 +231,7 @@ def video_size(
 
 
 def bounded(settings: PixelSettings, frames: FrameSettings, count: int, layout: PatchLayout) -> PixelSettings:
-    """The pixel bounds of a frame or, in a timed layout, of all `count` frames. `FrameSettings.max_video_tokens`
-    changes the upper bound."""
+    """The pixel bounds of a frame or, in a timed layout, of all frames, by `FrameSettings.max_video_tokens`."""
     if not frames.max_video_tokens:
         return settings
     if layout.timed:

@@ -8,8 +8,6 @@ rank and with two, and with its GPU hash in Triton's interpreter. Sizes that do 
 SGLang pads, are refused here.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import functools
@@ -76,7 +74,7 @@ ALL = (1 << 64) - 1
 class Published:
     version: int
     folder: pathlib.Path
-    checksums: Checksums
+    checksums: "Checksums"
     bytes: int
 
 

@@ -31,8 +31,7 @@ WHOLE_SCORES = 1 << 26  # the most scores that are computed at once (256 MiB in 
 class Mask:
     """The keys that a query reaches. A key must have the query's segment, which is not 0. With `branches`, the key must
     have branch 0 or the query's branch. If `causal`, the key must not be later in the row than the query. If a row has
-    fewer queries than keys, the queries are the row's last tokens. `visits` are the lists of tiles for `flash` (None:
-    `attention` makes the lists)."""
+    fewer queries than keys, the queries are the row's last tokens. `visits` are the lists of tiles for `flash`."""
 
     segments: Int[Array, "B S"]
     branches: Int[Array, "B S"] | None = None

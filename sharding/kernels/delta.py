@@ -53,16 +53,14 @@ class DeltaInputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeltaState:
-    """The state after sequences: the float32 states of all heads, and the convolution's inputs of the last three
-    tokens, oldest first."""
+    """The float32 states of all heads after sequences, and the channels of the last three tokens, oldest first."""
 
     heads_BVHJ: Any
     channels_B3X: Any
 
 
 def new_state(heads: DeltaHeads, rows: int, dtype: DTypeLike) -> DeltaState:
-    """Returns the state before the first token of `rows` sequences, all zero. The convolution's inputs have this
-    `dtype`."""
+    """The state before the first token of `rows` sequences: zeros, of this dtype for the convolution's inputs."""
     states = jnp.zeros((rows, heads.value_heads, heads.key_size, heads.value_size), jnp.float32)
     return DeltaState(states, jnp.zeros((rows, TAIL, heads.channels), dtype))
 
@@ -71,8 +69,8 @@ def delta_rule(
     inputs: DeltaInputs, heads: DeltaHeads, runs: PackedRuns, state: DeltaState | None = None, block: int = BLOCK
 ) -> tuple[Float[Array, "B T V J"], DeltaState]:
     """Convolution and delta rule over packed rows: (float32 outputs, zero at padding; the state after each row's last
-    run). `runs` that `packed_runs` made with `given` need the `state` before the rows. The backward pass computes
-    `block` chunks at a time."""
+    run). Runs made with `given` need the `state` before the rows. The backward pass computes `block` chunks at a time.
+    """
     x, runs = inputs.channels_BTX, jax.tree.map(jnp.asarray, runs)
     B, N, C = runs.columns_BNC.shape
     given = new_state(heads, B, x.dtype) if state is None else state
@@ -252,8 +250,7 @@ def _small_dot(a: Array, b: Array) -> Array:
 
 @jax.custom_vjp
 def _exchange(x: Float[Array, "B T X"], there_BS: Int[Array, "B S"], back_BT: Int[Array, "B T"]) -> Array:
-    """`x[there]`, zero where `there` is -1. `back` is the inverse of `there`, so that gradients are gathered, not
-    scattered."""
+    """`x[there]`, zero where it is -1. `back` is the inverse, so that gradients are gathered, not scattered."""
     return _taken(x, there_BS)
 
 

@@ -27,8 +27,7 @@ KERNELS = ("forward", "query_gradients", "key_gradients")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Visits:
-    """The tiles that the kernels visit under a `sharding.kernels.attention.Mask`. `lists` and `tilings` have an entry
-    for each kernel of `KERNELS`."""
+    """The tiles that the kernels visit under a `Mask`. `lists` and `tilings` have an entry for each of `KERNELS`."""
 
     segments: Any  # i32 [B, filled], with segment 0 at the ends to fill tiles
     branches: Any  # i32 [B, filled]

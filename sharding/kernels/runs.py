@@ -1,9 +1,8 @@
 """The table of chunks by which layers with a state go through packed rows.
 
 A run is all tokens of one segment and branch, in the order of their columns. The path of a token is the token's run up
-to the token, in a branch behind the run of the prompt. A layer with a state (`delta`) computes chunks, each of tokens
-of one run. Its state begins anew at each segment, and in every branch as at the end of the prompt. Padding is in no
-run.
+to the token, in a branch behind the run of the prompt. A layer with a state (`delta`) computes chunks of tokens of one
+run. Its state begins anew at each segment, and in every branch as at the end of the prompt. Padding is in no run.
 """
 
 import dataclasses
@@ -117,8 +116,7 @@ class _Row:
         return columns.reshape(chunks, self.size), cells, start, before, self._path(np.array([self.end]))[0]
 
     def _path(self, last: np.ndarray) -> np.ndarray:
-        """Returns the columns of each token of `last` and of the two previous tokens on the token's path, oldest
-        first."""
+        """The columns of each token of `last` and of the two previous tokens on its path, oldest first."""
         path = [last]
         for _ in range(TAIL - 1):
             path.insert(0, self.previous[path[0]])

@@ -2,8 +2,7 @@
 
 Scores are cut into square tiles. The active tiles, in which a query may reach a key, are listed once for all layers.
 The length of the list is data, so that it may differ between the devices of one program. The running softmax of
-FlashAttention (arXiv:2205.14135) combines tiles. The backward pass computes scores again, so that memory is linear in
-the length.
+FlashAttention (arXiv:2205.14135) combines tiles. The backward pass computes scores again, in linear memory.
 
 A tile is computed by a batch of plain matrix products. Queries are `[tiles, K, R * tile, H]`, in which the `R` query
 heads of one KV head are stacked.

@@ -34,8 +34,7 @@ _NEWS = 2.0  # seconds within which the wires report a death that broke a transf
 
 class Links:
     """Arrays travel through `jax.experimental.transfer`. One TCP connection between each two processes carries messages
-    and notices a death at once. Any thread may call the methods, but only one at a time `receive` for one process, or
-    `barrier` with one name.
+    and notices a death at once. Only one thread at a time may `receive` from a process, or call a `barrier`.
 
     Creation is collective: all processes of `jax.distributed` (started by `initialize` of this package) create `Links`
     in the same order. Raises LinkError if the processes do not reach each other within `timeout` seconds: over loopback
