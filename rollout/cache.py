@@ -1,8 +1,7 @@
 """The cache of the embedded engine on its devices: pages of keys and values, and states.
 
 The cache is a pool of pages (`rollout.slots`). A layer with Gated DeltaNet has a state of fixed size for each slot
-instead of pages. The state behind a prefilled row is written to the slots of all samples that start from the row or
-continue behind it.
+instead of pages. The state behind a prefilled row is written to the slots of all samples that go on from the row.
 """
 
 from __future__ import annotations

@@ -75,8 +75,7 @@ class NewTokens:
 
     @property
     def finite_B(self) -> np.ndarray:
-        """Says for each slot whether all log-probs before the padding are finite; if not, the slot's tokens are
-        arbitrary."""
+        """Says for each slot whether all its log-probs are finite; if not, its tokens are arbitrary."""
         counted_BR = np.arange(self.tokens_BR.shape[1]) < self.count_B[:, None]
         return (np.isfinite(self.logprobs_BR) | ~counted_BR).all(axis=1)
 

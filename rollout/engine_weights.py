@@ -187,8 +187,7 @@ def _forget(params: LayerParams, path: tuple) -> None:
 def _copied(
     weights: dict[tuple, jax.Array], stacks: tuple[str, ...], matrices: tuple[tuple[tuple, int], ...]
 ) -> dict[tuple, jax.Array | tuple[jax.Array, ...]]:
-    """A copy of each weight; a weight of layers gets one copy for each layer. Copies of `matrices` have their output
-    axes first."""
+    """A copy of each weight, or of each layer of it; copies of `matrices` have their output axes first."""
     inputs = dict(matrices)
 
     def copy(path: tuple, x: jax.Array) -> jax.Array | tuple[jax.Array, ...]:

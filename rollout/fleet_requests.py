@@ -116,8 +116,7 @@ class FleetJob:
             await self._fleet.news()
 
     def _home(self, least: int) -> Server | None:
-        """The server that has the conversation up to this turn. Returns None if the server is full and another server,
-        which has the `least` open samples, is not."""
+        """The server that has the conversation so far, unless it is full and one of `least` open samples is not."""
         homes = self._fleet.homes.get(self._request.session, {})
         home = homes.get(self._request.numbers[min(self.open)])
         return None if home is None or home.open >= self._fleet.limits.slots > least else home

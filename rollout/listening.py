@@ -30,8 +30,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_status(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
-    """Runs a command. Returns 0, or 2 after one line on stderr if the command raises ValueError, OSError or
-    EngineError."""
+    """Runs a command. Returns 0, or 2 after one line on stderr for a ValueError, OSError or EngineError."""
     try:
         run(options)
     except (ValueError, OSError, RuntimeError) as error:

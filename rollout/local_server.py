@@ -23,8 +23,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class LocalProcess:
-    """Starts commands, one after the other, and appends their output to `log`. On Linux, a command ends with the
-    thread that started it."""
+    """Starts commands, one after the other, and appends their output to `log`; see `bind`."""
 
     def __init__(self, log: pathlib.Path) -> None:
         self.log = log

@@ -348,8 +348,7 @@ def _sample_sorted(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: A
 
 
 def _sample_candidates(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: Array) -> tuple[Array, Array]:
-    """Returns (the tokens that `_sample_sorted` would return, found among the `CANDIDATES` most probable tokens; for
-    each slot, whether these candidates suffice)."""
+    """(The tokens of `_sample_sorted`, found among the `CANDIDATES` most probable; whether these suffice, by slot)."""
     logits_BC, ids_BC = jax.lax.top_k(logits_BV, CANDIDATES)  # equal logits rank by token id here, too
     noise_BC = jnp.take_along_axis(noise_BV, ids_BC, axis=-1)
     rank_C = jnp.arange(CANDIDATES)[None, :]

@@ -285,8 +285,7 @@ class SampleAnswer:
 
 
 class Call(Response):
-    """The reply to a request to `/generate`. If the client leaves or the reply is cancelled, the samples end. The
-    answers are in `in_flight` until `close`."""
+    """The reply to a request to `/generate`, whose samples end with it. Answers are in `in_flight` until `close`."""
 
     def __init__(self, body: Body, engine: JaxEngine, processor: Processor, in_flight: dict[str, SampleAnswer]) -> None:
         super().__init__()

@@ -81,8 +81,7 @@ class ServerClient:
         await self._order("/end_session", {"session_id": session})
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops generating. `abort` ends running samples, `retract` drops their cache, `in_place` keeps it. Requests
-        sent meanwhile wait."""
+        """Stops generating: `abort` ends running samples, `retract` drops their cache, `in_place` keeps it."""
         await self._order("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -129,8 +128,7 @@ class ServerClient:
             raise ServerError(f"{self.address}/weights_checker: answers {str(answer)[:200]}") from None
 
     async def sleep(self) -> None:
-        """Frees the server's memory of weights and cache; the weights are lost. Raises EngineError if samples run:
-        SGLang would die."""
+        """Frees the memory of weights (lost) and cache. Raises EngineError if samples run: SGLang would die."""
         load = await self.load()
         if samples := load["running"] + load["waiting"]:
             raise EngineError(f"{self.address}: can't sleep, {samples:g} samples are running; abort them first")

@@ -42,8 +42,7 @@ def pages_for(tokens: int) -> int:
 
 
 class PagePool:
-    """Counts the holders of `total` pages, numbered from 0. Takes the lowest free pages first, so that equal histories
-    give equal pages."""
+    """Counts the holders of pages. Takes the lowest free pages first, so that equal histories give equal pages."""
 
     def __init__(self, total: int) -> None:
         self.total = total

@@ -45,8 +45,7 @@ Step: TypeAlias = Callable[[Params | Parts, Parts, jax.Array, int], tuple[jax.Ar
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSpeed:
-    """The operations, bytes of memory and bytes of the link to the host that a device handles in a second, by default
-    an H100 SXM."""
+    """Operations, and bytes of memory and of the link to the host, in a second; by default of an H100 SXM."""
 
     flops: float = LINEAR_UTILISATION * PEAK_FLOPS
     memory_bytes: float = 3.35e12  # by its data sheet

@@ -177,8 +177,7 @@ def is_adapter(path: Path) -> bool:
 
 
 def attach(model: nnx.Module, paths: Iterable[Path], rank: int, factor: float, init_a: Initializer) -> None:
-    """Freezes all weights of an abstract model, and adds adapters to the weights at `paths`: `a` by `init_a`, `b`
-    zero."""
+    """Freezes all weights of an abstract model, and adds adapters to those at `paths`: `a` by `init_a`, `b` zero."""
     adapted_paths = set(paths)
     for keys, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         path = tuple(map(str, keys))
@@ -201,8 +200,7 @@ def attach(model: nnx.Module, paths: Iterable[Path], rank: int, factor: float, i
 
 
 def with_product(spec: WeightSpec, weight: Array, a: Array, b: Array) -> Array:
-    """Returns `weight + factor * a @ b`, computed in float32, in the dtype of `weight`. The arrays belong to one layer,
-    and are complete or matching shards."""
+    """`weight + factor * a @ b` of one layer, or of matching shards, computed in float32, in the dtype of `weight`."""
     rank = a.shape[-1]
     flat = a.reshape(-1, rank), b.reshape(rank, math.prod(b.shape[1:]))
     product = jnp.matmul(*flat, precision=jax.lax.Precision.HIGHEST).reshape(weight.shape)

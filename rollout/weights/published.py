@@ -94,8 +94,7 @@ class SharedFolders:
 
     def write(self, version: int, params: Mapping[str, Any]) -> Published:
         """Writes a version tensor by tensor, unless these very arrays were written as this version before. Blocks.
-        Raises EngineError for weights of another model, and OSError, which names the folder, if there is no room. A
-        failed write leaves no files behind."""
+        Raises EngineError for weights of another model, and OSError if there is no room; then leaves no files."""
         with self._lock:
             arrays = jax.tree.leaves(params)
             for published, seen in self._written:

@@ -2,8 +2,7 @@
 
 A flattened bucket is `{"flattened_tensor": bytes of all tensors as one uint8 tensor, "metadata": [one per tensor]}`
 (`sglang.srt.weight_sync.tensor_bucket`). The trainer needs no PyTorch for such a bucket: the pickle that PyTorch would
-make is written opcode by opcode. A shared bucket is PyTorch's memory, filled from JAX's arrays (route `ipc` in
-`docs/servers.md`).
+make is written opcode by opcode. A shared bucket is PyTorch's memory, filled from JAX's arrays (route `ipc`).
 """
 
 # pyright: reportPrivateImportUsage=false

@@ -99,10 +99,9 @@ class Links:
         self.barrier("links")
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
-        """Offers `arrays` under `key` for one fetch by one peer, without waiting. Each array is on one local device and
-        may still be computing. A key is 0 to 2**63 and used once in the life of this process. The arrays are held until
-        they have been fetched; donating or deleting one earlier breaks the fetch. Raises ValueError for an empty
-        array."""
+        """Offers `arrays` (ValueError: one is empty) under `key` for one fetch by one peer, without waiting. Each is on
+        one local device and may still be computing. A key is 0 to 2**63 and used once in the life of this process.
+        Arrays are held until they have been fetched; donating or deleting one earlier breaks the fetch."""
         self.check()
         if not all(array.size for array in arrays):
             raise ValueError(f"an empty array is offered under {key}: whoever fetches it would wait for ever")
@@ -188,8 +187,8 @@ class Links:
                 del self._counts[topic]
 
     def barrier(self, name: str) -> None:
-        """Waits until all processes have called `barrier` with `name` as often as this process. Raises LinkError if a
-        failure comes first. No device takes part."""
+        """Waits until all processes have called `barrier` with `name` as often as this one, without devices. Raises
+        LinkError if a failure comes first."""
         self.check()
         for peer in self._peers:
             self.notify(peer, f"barrier of {self.process}: {name}")
@@ -213,9 +212,8 @@ class Links:
             raise self._error()
 
     def close(self) -> None:
-        """Closes the links in good order. In a peer, `receive` from this process and `barrier` then fail at once, other
-        waits after the time-out. Call it after a `barrier`, as peers may still fetch offered arrays. After a failure,
-        call `leave` instead."""
+        """Closes the links in good order, after a `barrier`: peers may still fetch arrays. Then `receive` and `barrier`
+        fail at once in a peer, other waits after the time-out. After a failure, call `leave` instead."""
         with self._news:
             if self._closed or self._announced:
                 return

@@ -62,8 +62,7 @@ class _Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A device's part of a minibatch. For each `i` in `indices`, the device runs the batch `batches[i]` by the programs
-    of `microbatches[i]`."""
+    """A device's part of a minibatch: it runs the batches of these indices by the programs of `microbatches`."""
 
     indices: tuple[int, ...]
     batches: Sequence[PyTree]
@@ -212,8 +211,7 @@ class Odc:
         return loss, tally, grads
 
     def logprobs(self, params: Params, inputs: Sequence[PyTree], devices: Sequence[int]) -> list[PyTree]:
-        """Returns the result of `forward` for each of `inputs`, on the device that computed it; None for a device of
-        another process."""
+        """The result of `forward` for each of `inputs` on its device; None for a device of another process."""
         tasks = self._tasks(self._strategy.forward, inputs, devices)
         workers = self._run(params, tasks, _Failure(self._links))
         found = {i: result for worker in workers for i, result in worker.results.items()}
@@ -254,8 +252,7 @@ class Odc:
     def _run(
         self, params: Params, tasks: Sequence[Task], failure: _Failure, gradients: PushedGradients | None = None
     ) -> list[Worker]:
-        """Runs the tasks of this process's devices, each on its own thread, to the end of the minibatch. Without
-        `gradients`, runs only forward passes."""
+        """Runs the tasks of this process's devices, each on its own thread; without `gradients`, only forward."""
         published, number = self._rows.publish(params), next(_numbers)
         trips = [task.itinerary(gradients is not None) for task in tasks]
         traffic = Traffic(self._rows, published, self._devices, self._local, self._links, number)

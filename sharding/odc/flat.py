@@ -28,8 +28,7 @@ from ..weights import WeightSpec, cut_of
 
 @dataclasses.dataclass(frozen=True)
 class RowPiece:
-    """A weight in a unit, cut along `dim` into `shards` (1: not cut). Each shard is on `copies` devices, and a device
-    owns `size` elements."""
+    """A weight in a unit, cut along `dim` into `shards` (1: not cut), each of which is on `copies` devices."""
 
     leaf: int
     shape: tuple[int, ...]
@@ -39,6 +38,7 @@ class RowPiece:
 
     @property
     def size(self) -> int:
+        """The number of elements that a device owns."""
         return -(-math.prod(self.shape) // self.shards // self.copies)
 
     @property
@@ -48,8 +48,7 @@ class RowPiece:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Weights that lie one after another in a row. There is a row for each of `layers` layers, or one row for weights
-    outside all stacks (`layers` is 0)."""
+    """Weights that lie one after another in a row: one row for each layer, or one outside all stacks (0 layers)."""
 
     pieces: tuple[RowPiece, ...]
     layers: int
@@ -66,8 +65,7 @@ class Unit:
 
 class ParameterRows:
     """Turns a strategy's parameters into rows, in the compute dtype, and gradient rows into gradients. `group`
-    neighbouring devices (0: all) together hold one copy of all rows. Raises MeshError if they are no group of the
-    mesh."""
+    neighbouring devices (0: all), a group of the mesh (else MeshError), together hold one copy of all rows."""
 
     def __init__(self, strategy: Fsdp, group: int = 0) -> None:
         mesh = strategy.mesh

@@ -164,9 +164,8 @@ def _shapes(tree: PyTree) -> PyTree:
 
 class Program:
     """All steps of `function(params, batch)` in order; both arguments may be abstract. `inputs` are the slots of the
-    batch's leaves. `outputs` are the slots of the function's results, or constants. `tree` is the results' structure.
-    Raises StageError for a stack that starts from a constant or a weight, or whose layers all read one weight
-    unsliced."""
+    batch's leaves, `outputs` those of the function's results, or constants, `tree` their structure. Raises StageError
+    for a stack that starts from a constant or a weight, or whose layers all read one weight unsliced."""
 
     def __init__(self, function: Callable[[Params, PyTree], PyTree], params: Params, batch: PyTree) -> None:
         self._trace = trace = Trace(function, params, batch)

@@ -34,8 +34,7 @@ def held_at(itinerary: Itinerary, step: int) -> list[Key]:
 
 
 def fetches(itinerary: Itinerary) -> list[list[Key]]:
-    """Returns the keys that are fetched before each step. Weights that are still held are not fetched again. Owners in
-    other processes compute the same lists."""
+    """The keys that are fetched before each step: not those still held. Owners elsewhere compute the same lists."""
     held = [held_at(itinerary, step) for step in range(len(itinerary))]
     return [[key for key in now if key not in before] for before, now in itertools.pairwise([[], *held])]
 
@@ -90,8 +89,7 @@ class _Owner:
 
 class PushedGradients:
     """Sums of pushed rows, in float32, on the devices that own the rows. `orders` has, for each owner's device and each
-    key, the order in which pushes are added (None: the order of arrival). `check` is called while a push waits, and
-    raises if the minibatch has failed."""
+    key, the order in which pushes are added (None: of arrival). `check` raises if the minibatch has failed."""
 
     def __init__(
         self,
@@ -144,9 +142,8 @@ def _sum(total: jax.Array, row: jax.Array) -> jax.Array:
 
 
 class Traffic:
-    """The transfers of one minibatch, of this number in the lifetime of the links, which lead to the other processes
-    (None: there are none). `devices` are all devices in the order of the mesh, `local` the numbers of this process's
-    devices."""
+    """The transfers of one minibatch, of this number in the lifetime of the links (None: there is one process).
+    `devices` are all devices in the order of the mesh, `local` the numbers of this process's devices."""
 
     def __init__(
         self,

@@ -110,8 +110,7 @@ def _sharded(problem: Problem, quick: bool) -> Placement:
 
 
 def _rungs(problem: Problem, before: list[Placement], quick: bool) -> Iterator[Placement]:
-    """Yields placements, from the quickest to make to the slowest. Blocks of one host come first, since blocks of the
-    highest degree are rarely better."""
+    """Yields placements, the quickest first. Blocks of one host precede those of the highest, rarely better degree."""
     for degree in dict.fromkeys((top_degree(problem), problem.max_degree)):
         yield _descent(problem, degree, dealt(problem, degree))
     if not quick:

@@ -1,8 +1,7 @@
 """LB-Mini deals sequences to devices and microbatches, so that devices wait little for each other (ODC paper).
 
 Below stand the ways to deal numbers to bins of nearly equal sums: Karmarkar-Karp differencing, with and without equal
-sizes, longest first, and swaps. A partition is the bin of each item, `[items]` int in `[0, bins)`. All functions are
-deterministic.
+sizes, longest first, and swaps. A partition is the bin of each item, `[items]` int in `[0, bins)`.
 """
 
 import heapq
@@ -139,9 +138,8 @@ def longest_first(work_I: np.ndarray, count: int) -> list[int]:
 def swapped(
     work: Sequence[float] | Sequence[int] | np.ndarray, bins: Sequence[int], count: int, *, equal_size: bool = False
 ) -> list[int]:
-    """Improves `bins` by exchanges. The fullest bin gives an item away, for nothing or (always with `equal_size`) for
-    another item, if afterwards both bins are emptier than the fullest bin was. The best exchange is made until none
-    helps."""
+    """Improves `bins` by exchanges, the best one first, until none helps. The fullest bin gives an item away, for
+    nothing or (always with `equal_size`) for another one, if both bins are then emptier than the fullest bin was."""
     work_I, bins_I = np.asarray(work, float), np.array(bins, int)
     while True:
         loads = np.bincount(bins_I, work_I, count)

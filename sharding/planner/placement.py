@@ -5,8 +5,7 @@ of a group, so that the rest fits into what the group's halves have left of comp
 stay, so that a plan always exists. Few sequences are dealt by trying all ways (left, right, both). Many are dealt by
 differencing (Karmarkar-Karp, in two resources at once) down to 11 differences, for which all ways are tried.
 
-Then a local search follows: two groups at a time deal up to `FREE` sequences anew, by trying all ways, so that fewer
-sequences are sharded.
+Then two groups at a time deal up to `FREE` sequences anew, by trying all ways, so that fewer are sharded.
 """
 
 import functools

@@ -1,8 +1,7 @@
 """A shard plan says on how many devices, and on which, each sequence of a microbatch is computed.
 
 Devices are numbered along the mesh in row-major order. A group of degree `p` is `p` consecutive devices beginning at a
-multiple of `p`: they lie along the last `log2(p)` mesh axes. Any two groups are therefore disjoint or nested (FlexRL
-section 3.3).
+multiple of `p`: they lie along the last `log2(p)` mesh axes. Any two groups are disjoint or nested (FlexRL, 3.3).
 """
 
 import dataclasses
@@ -124,8 +123,7 @@ class Deal(NamedTuple):
 def deal_heads(num_heads: int, num_kv_heads: int, degree: int) -> Deal:
     """The deal with the fewest query heads on a device (compute), then the fewest KV heads (traffic). Filling up
     multiplies attention's compute by `local_queries * degree / num_heads`: 8 / 7 for 28 query heads, 4 KV heads and
-    degree 8. Raises PlanError for a degree above the number of query heads, and ValueError for heads that are no
-    multiple of the KV heads."""
+    degree 8. Raises PlanError for a degree above the query heads, ValueError if these are no multiple of KV heads."""
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads can't be shared by {num_kv_heads} KV heads")
     if degree > num_heads:

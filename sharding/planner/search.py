@@ -36,8 +36,7 @@ FEW = 16  # ways that a beam of repair keeps, at most
 def search(
     problem: Problem, starts: list[Placement], good: Callable[[Placement], bool], *, mend: bool
 ) -> Iterator[Placement]:
-    """Yields the best placement of `starts` and of beams, then, with `mend`, placements by repair. Then does the same
-    once more, with more beams and more repair."""
+    """Yields the best placement of `starts` and of beams, then, with `mend`, those of repair, for each of `RUNGS`."""
     found, score_of = list(starts), functools.partial(score, problem)
     amounts = problem.shares
     weights_K = problem.weights[: top_degree(problem).bit_length()]
@@ -182,8 +181,7 @@ def top_degree(problem: Problem) -> int:
 
 
 def redealt(problem: Problem, degree: int) -> list[int]:
-    """As `dealt`, slower and better: repairs that result, with a block as one device. If the compute limit can't be
-    met, tries higher limits."""
+    """As `dealt`, slower and better: repairs that result, a block as one device, within higher limits if it must."""
     block_I = dealt(problem, degree)
     amounts = problem.shares / degree
     placement: Placement = ([1] * len(block_I), block_I)

@@ -22,8 +22,7 @@ from .shapes import Sizes
 @dataclasses.dataclass(frozen=True)
 class ExchangeRoute:
     """The plan of all exchanges: `sends[k][device]` are the rows of the device's buffer that cross axis `axes[k]` in
-    exchange `k`. Received rows are appended to the buffer, which begins with the device's own features. Unused entries
-    send row 0."""
+    exchange `k` (row 0 in unused entries). Received rows are appended to the buffer, behind the device's features."""
 
     sends: tuple[Any, ...]  # i32 [devices, count] each
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
