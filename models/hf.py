@@ -47,8 +47,8 @@ def tensor_names(config: DecoderConfig) -> list[TensorName]:
 
 
 class TensorFiles:
-    """The open safetensors files of a folder: those that an index names, or the file `single`. `where` maps the name of
-    a tensor to its file. Raises CheckpointError, naming file and tensor, for all that can't be read."""
+    """The open safetensors files of a folder: those that its index names, or `single`, which has no index under another
+    name. `where` maps the name of a tensor to its file. Raises CheckpointError, naming file and tensor."""
 
     def __init__(
         self,
@@ -60,10 +60,11 @@ class TensorFiles:
         self.folder, self._progress = folder, progress
         self._read: set[str] = set()
         claims: dict[str, str] = {}
-        if (folder / INDEX).exists():
+        if single == SINGLE and (folder / INDEX).exists():
             claims = read_json(folder / INDEX, needed=True).get("weight_map", {})
         elif not (folder / single).exists():
-            raise CheckpointError(f"{folder / single}: no such file; the folder has neither {single} nor {INDEX}")
+            kinds = f"; the folder has neither {SINGLE} nor {INDEX}" if single == SINGLE else ""
+            raise CheckpointError(f"{folder / single}: no such file{kinds}")
         self.where: dict[str, str] = {}
         self.open: dict[str, safe_open] = {}
         for file in sorted(set(claims.values())) if claims else [single]:

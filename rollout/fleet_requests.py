@@ -116,7 +116,7 @@ class FleetJob:
             await self._fleet.news()
 
     def _home(self, least: int) -> Server | None:
-        """The server that has the conversation so far, unless it is full and one of `least` open samples is not."""
+        """The server with the conversation so far; None if it is full and a server with `least` open samples is not."""
         homes = self._fleet.homes.get(self._request.session, {})
         home = homes.get(self._request.numbers[min(self.open)])
         return None if home is None or home.open >= self._fleet.limits.slots > least else home

@@ -199,7 +199,8 @@ class Server:
 
     @property
     def rests(self) -> bool:
-        """Says whether the server holds no memory that the fleet could free: it sleeps, or does not run for us."""
+        """Says whether the server holds no memory that the fleet could free: it sleeps, is not started, or is
+        lost and was started by somebody else."""
         return self.asleep if self.up else self.waits or self.process is None
 
     @property

@@ -30,8 +30,8 @@ class MediaUnavailable(MediaError):
 
 
 class PromptError(ValueError):
-    """A prompt cannot be used: its text and media do not fit together, or the model can't read it. `reason` is
-    counted."""
+    """A prompt cannot be used: its text and media do not fit together, or the model can't read it. `reason` is a short
+    name of the kind of problem, for counting."""
 
     def __init__(self, message: str, reason: str = "marks and media disagree") -> None:
         super().__init__(message)

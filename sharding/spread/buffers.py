@@ -144,7 +144,7 @@ class SizedLayout:
         return tuple(tables)
 
     def padding(self) -> dict[str, float]:
-        """The shares of padding: `mlp` in the columns of rows, `all_to_all` in sharded rounds on their fullest device."""
+        """The shares of padding: `mlp` in columns of rows, `all_to_all` in sharded rounds on their fullest device."""
         sharded = [j for j, (degree, _) in enumerate(self.rounds) if degree > 1]
         sent = sum(self.rounds[j][1] for j in sharded)
         used = int(self.counts[:, sharded].sum(axis=1).max()) if sharded else 0
