@@ -100,8 +100,8 @@ class Links:
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
         """Offers `arrays` under `key` for one fetch by one peer, without waiting. Each is on one local device and may
-        still be computing. A key is 0 to 2**63 and used once in the life of this process. Arrays are held until they have
-        been fetched; donating or deleting one earlier breaks the fetch. Raises ValueError for an empty array."""
+        still be computing. A key is 0 to 2**63 and used once in the life of this process. Arrays are held until they
+        have been fetched; donating or deleting one earlier breaks the fetch. Raises ValueError for an empty array."""
         self.check()
         if not all(array.size for array in arrays):
             raise ValueError(f"an empty array is offered under {key}: whoever fetches it would wait for ever")
