@@ -236,27 +236,25 @@ class DeviceState:
             return batch.inputs
         patches_PX = np.zeros(vision.patches_PX.shape, np.float32)
         for rid, start, stop in batch.shown:
-            self._fetch(rid, vision.patches_PX[start:stop], patches_PX[start:stop], lost)
+            patches_PX[start:stop] = self._fetched(rid, vision.patches_PX[start:stop], lost)
         return dataclasses.replace(batch.inputs, vision=dataclasses.replace(vision, patches_PX=patches_PX))
 
-    def _fetch(self, rid: str, tensor: ShadowTensor, into_PX: np.ndarray, lost: dict[str, Exception]) -> None:
-        """A failed fetch leaves blank patches, and adds the request to `lost`."""
+    def _fetched(self, rid: str, tensor: ShadowTensor, lost: dict[str, Exception]) -> np.ndarray:
+        """The patches of a tensor: blank ones if fetching fails, which adds the request to `lost`."""
         try:
             assert self.pixels is not None, "requests are checked"
             if rid not in lost:
-                into_PX[:] = self.pixels.take(tensor)
+                return self.pixels.take(tensor)
         except Exception as error:
             lost[rid] = error
+        return np.zeros(tensor.shape, np.float32)
 
     def _features(self, work: FeatureWork, lost: dict[str, Exception]) -> jax.Array:
         """Computes the planned groups of frame pairs. Returns all features of the prompt, 0 if not computed yet."""
         kept = work.kept
         for number in work.groups:
             group, patches = kept.groups[number], kept.patches(number)
-            if isinstance(patches, ShadowTensor):
-                pixels = np.zeros(patches.shape, np.float32)
-                self._fetch(work.rid, patches, pixels, lost)
-                patches = pixels
+            patches = self._fetched(work.rid, patches, lost) if isinstance(patches, ShadowTensor) else patches
             vision = kept.input(number, patches)
             self.shapes.add(("features", (vision.num_patches, vision.frame_bound)))
             features_MX = self.programs.features(self.params, vision)
