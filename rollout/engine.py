@@ -21,12 +21,11 @@ class FinishReason(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """The way to sample tokens. `temperature=0` is greedy. Log-probs are those of `softmax(logits / temperature)`, with
-    temperature 1 if greedy. As in SGLang, they are not renormalised for top-p or top-k. Forbidden ids have logits of
-    minus infinity."""
+    """The way to sample tokens. Log-probs are those of `softmax(logits / temperature)`, not renormalised for top-p or
+    top-k, as in SGLang. Forbidden ids have logits of minus infinity."""
 
     max_new_tokens: int = 64
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0 is greedy, with log-probs of temperature 1
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     stop_ids: tuple[int, ...] = ()

@@ -68,8 +68,7 @@ class Seat:
 
 @dataclasses.dataclass(eq=False)
 class FleetState:
-    """The state that the parts of a fleet share: servers, and news of servers and seats. Only the fleet's thread may
-    change this state."""
+    """The state that the parts of a fleet share, and the fleet's thread changes: servers, news of them and of seats."""
 
     config: DecoderConfig
     limits: EngineLimits  # bounds of the requests of a server

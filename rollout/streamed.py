@@ -379,8 +379,7 @@ def streamed_places(layers: int, resident: int) -> tuple[int, ...]:
 
 def travel(layers: int, streamed: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
     """Returns, for each layer, (a streamed layer, the numbers of its parts that travel meanwhile). A streamed layer
-    travels while the streamed layer before it and all layers between the two compute, the first one for the next
-    pass."""
+    travels while the one before it and all layers between the two compute, the first one for the next pass."""
     plan: list[tuple[int, tuple[int, ...]]] = [(0, ())] * layers
     for start, following in zip(streamed, [*streamed, layers][1:], strict=True):
         gap = following - start

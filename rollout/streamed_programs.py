@@ -1,8 +1,7 @@
 """The compiled programs of a layer-streamed model: embedding, one layer, log-probabilities and likeliest tokens.
 
 The program that computes a layer also brings parts of a later layer's weights from the host, so that the compiler sees
-both the transfer and the computation that hides it. Parts are flat arrays: with one array for each weight, XLA waited
-for nearly all copies before it computed.
+the transfer and the computation that hides it. Parts are flat: XLA would wait for nearly all of many small copies.
 """
 
 import functools

@@ -171,8 +171,7 @@ class Walk:
     def _layer(
         self, module: nnx.Module, step: Callable, written_out: bool, entries: tuple[int | None, int] | None = None
     ) -> Callable[[Carry, tuple[nnx.State, PyTree]], tuple[Carry, PyTree]]:
-        """The body of a loop over layers. In a period the body gets weights and `x` of several layers, and computes on
-        the `entries` (of the weights, of `x`)."""
+        """The body of a loop over layers, in a period on the `entries` of weights and `x` of several layers."""
         graphdef = nnx.graphdef(module)
 
         def body(carry: Carry, inputs: tuple[nnx.State, PyTree]) -> tuple[Carry, PyTree]:

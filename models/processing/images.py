@@ -1,8 +1,8 @@
 """Reads the pixels of image files, or only their sizes; computes the sizes that images and frames are resized to.
 
-Files with zeros in the place of their picture, as unfinished downloads and bad disks leave them, are refused. Decoders
-turn the zeros into pixels of some colour, and report no error. Only JPEG, WebP and AVIF files are searched for zeros.
-Formats with checksums need no search, and zeros are black where pixels are stored uncompressed.
+Files with zeros in the place of their picture, as unfinished downloads and bad disks leave them, are refused: decoders
+turn the zeros into pixels of some colour. Only JPEG, WebP and AVIF files are searched. Formats with checksums need no
+search, and zeros are black where pixels are stored uncompressed.
 """
 
 import contextlib

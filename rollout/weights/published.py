@@ -3,9 +3,8 @@ with which servers must answer after an update.
 
 `rollout.serve` has the checkpoint's tensors. SGLang joins some tensors (queries, keys, values; gate, up; the input
 projections of linear attention), pads the vocabulary, and divides tensors over its ranks. Each rank hashes its parts,
-by SHA-256 on CPUs, by a hash of SGLang's own on GPUs. The checksums here agree with SGLang 0.5.23 on CPUs, with one
-rank and with two, and with its GPU hash in Triton's interpreter. Sizes that do not divide over the ranks, some of which
-SGLang pads, are refused here.
+by SHA-256 on CPUs, by a hash of SGLang's own on GPUs. The checksums here agree with SGLang 0.5.23 on CPUs, and with its
+GPU hash in Triton's interpreter. Sizes that do not divide over the ranks are refused.
 """
 
 import concurrent.futures

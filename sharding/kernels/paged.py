@@ -32,8 +32,7 @@ def paged_attention(
     layer: int,
 ) -> Float[Array, "B N H"]:
     """Computes grouped-query attention of one token of each sequence over the first `length` (at least 1) entries of
-    its pages, which must all be finite. Page numbers after the last entry may be out of range. Scores, softmax and sums
-    are float32."""
+    its pages, which must all be finite. Later page numbers may be out of range. Scores and sums are float32."""
     return (_by_parts if chosen(q, k, v) else _by_blocks)(q, k, v, pages, length, layer)
 
 

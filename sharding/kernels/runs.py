@@ -53,10 +53,9 @@ def chunk_size(longest: int) -> int:
 def packed_runs(
     segments_BT: np.ndarray, branches_BT: np.ndarray, chunks: int = 0, *, given: bool = False, size: int = CHUNK
 ) -> PackedRuns:
-    """Returns the table of packed rows, whose arrays follow the rules of `models.inputs.PackedTokens`. Every row gets
-    `chunks` chunks (0: as many as the fullest row needs) of `size` tokens. With `given`, the first run of each row
-    begins with a state that the caller has. Raises ValueError if `chunks` are too few for a row, or if a branch has a
-    token before the last token of its prompt."""
+    """Returns the table of packed rows (`models.inputs.PackedTokens`). A row gets `chunks` chunks (0: as many as the
+    fullest row needs) of `size` tokens. With `given`, the first run of each row begins with a state that the caller
+    has. Raises ValueError for too few chunks, or a branch that begins before its prompt ends."""
     rows = [_Row(*row, size, given) for row in zip(segments_BT, branches_BT, strict=True)]
     most = max((row.chunks for row in rows), default=0)
     if chunks and most > chunks:

@@ -60,9 +60,8 @@ def _wide(valid: Array, part: Array) -> Array:
 @dataclasses.dataclass(frozen=True)
 class HeadMixer(abc.ABC):
     """A kind of layer whose heads mix tokens independently of each other. `heads` counts the heads of the outputs,
-    `groups` the KV heads or key heads; equally many heads read each group. A unit is such a group, or a copy of a
-    group, with its heads (see `Deal`). A stream has arrays `[S, units, ...]`: all tokens of the devices that share a
-    round, and the units of one device."""
+    `groups` the KV heads or key heads; equally many heads read each group. A unit is a group, or a copy, with its heads
+    (`Deal`). A stream `[S, units, ...]` has all tokens of the devices that share a round, and one device's units."""
 
     heads: int
     groups: int
