@@ -212,7 +212,7 @@ def how_to_sample(
 ) -> SamplingParams:
     """The sampling settings of a checkpoint folder; arguments that are not None replace them. Values that the
     generation_config.json leaves out are off. Without `do_sample: true`, sampling is greedy unless `temperature` is
-    given. Raises ValueError, which names flag or file, for impossible values, and a greedy `top_p` or `top_k` argument."""
+    given. Raises ValueError, naming flag or file, for impossible values, and for a greedy `top_p` or `top_k`."""
     from .engine import SamplingParams
     from .requests import as_integer, as_number, checked_sampling
 
