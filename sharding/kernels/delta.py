@@ -31,6 +31,7 @@ from .delta_heads import DeltaHeads
 from .runs import TAIL, ChunkStart, PackedRuns
 
 BLOCK = 8  # chunks of a block; from 4 to 32, memory grows, and the time on CPUs is the same
+UNROLL = 1  # chunks of an iteration of the loop over states
 SMALL = 8  # matrices of at most this many rows are multiplied as sums, which are faster than a library's product
 NORM_EPS = 1e-6  # added to the sum of squares of a query or key, under the root
 
@@ -177,7 +178,7 @@ def _states_forward(
         after = decay * state + _dot("...CH,...CJ->...HJ", writes, corrections)
         return (after, kept), (state, corrections)
 
-    carry, (states, corrections) = jax.lax.scan(step, carry, (corrections, reads, writes, decay, start))
+    carry, (states, corrections) = jax.lax.scan(step, carry, (corrections, reads, writes, decay, start), unroll=UNROLL)
     return (states, corrections, carry), (states, corrections, reads, writes, decay, start)
 
 
@@ -196,7 +197,7 @@ def _states_backward(residuals: tuple, cotangents: tuple) -> tuple:
         return (before, kept), (after, d_corrections)
 
     chunks = (d_states, d_corrections, reads, writes, decay, start)
-    d_carry, (d_after, d_corrections) = jax.lax.scan(step, d_carry, chunks, reverse=True)
+    d_carry, (d_after, d_corrections) = jax.lax.scan(step, d_carry, chunks, reverse=True, unroll=UNROLL)
     d_reads = -_dot("...CJ,...HJ->...CH", d_corrections, states)
     d_writes = _dot("...CJ,...HJ->...CH", corrections, d_after)
     d_decay = jnp.sum(states * d_after, axis=(-1, -2), keepdims=True)
