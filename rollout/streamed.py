@@ -224,7 +224,7 @@ class StreamedModel:
     # --- passes through the layers ----------------------------------------------------------------
 
     def _prefill(self, inputs: PackedTokens, kept: list[Kept], room: int = 0) -> Work[jax.Array]:
-        """Returns the hidden states after all layers. With `room` columns for a response, `kept` gets each layer's."""
+        """Returns the hidden states after all layers. With `room` columns for a response, fills `kept`."""
         rows, tokens = inputs.tokens_BT.shape
         self._settle(rows, tokens, room)
         x, rotary = self._programs.embed(self._outer, inputs.tokens_BT, inputs.positions_3BT)

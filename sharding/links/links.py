@@ -34,7 +34,8 @@ _NEWS = 2.0  # seconds within which the wires report a death that broke a transf
 
 class Links:
     """Arrays travel through `jax.experimental.transfer`. One TCP connection between each two processes carries messages
-    and notices a death at once. Only one thread at a time may `receive` from a process, or call a `barrier`.
+    and notices a death at once. Any thread may call the methods, but only one at a time may `receive` from a process,
+    or wait at a barrier of one name.
 
     Creation is collective: all processes of `jax.distributed` (started by `initialize` of this package) create `Links`
     in the same order. Raises LinkError if the processes do not reach each other within `timeout` seconds: over loopback
@@ -334,8 +335,9 @@ _ending = threading.Lock()
 
 def leave(error: BaseException, links: Links | None = None, code: int = 1) -> NoReturn:
     """Reports `error` to the peers, and ends this process at once with one line on standard error and exit status
-    `code`, without Python's exit handlers: JAX's waits for dead processes until the heartbeat time-out (100 s), and
-    aborts, and so does a thread that waits within JAX for arrays that never arrive."""
+    `code`. Python's exit handlers do not run, so files must be written before: JAX's handler waits for dead processes
+    until the heartbeat time-out (100 s), and aborts. A thread that waits within JAX for arrays that never arrive would
+    abort an interpreter that ends."""
     error = error if links is None else links.explain(error)
     line = str(error) if isinstance(error, LinkError) else f"{type(error).__name__}: {error}"
     if links is not None:

@@ -284,7 +284,8 @@ def subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray,
 
 class Exchange:
     """Improves `degrees` and `firsts` in place; no device's load exceeds 1, or its former load if that is more.
-    `amounts` are `Problem.shares`; `weights[log2(p)]` is a token's traffic at degree `p`."""
+    `amounts`, `[2, sequences]`, are work and tokens in units of one device's limit; `weights[log2(p)]` is a token's
+    traffic at degree `p`."""
 
     def __init__(
         self, amounts: np.ndarray, weights: Sequence[float], degrees: list[int], firsts: list[int], num_devices: int
