@@ -65,8 +65,7 @@ class RopeConfig:
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
     """The decoder: grouped-query attention, SwiGLU, RMS norms. Qwen2 has biases on q, k, v; Qwen3 has head norms. With
-    `delta` (Qwen3.5), only every `attention_interval`-th layer has attention. All other layers are Gated DeltaNet,
-    whose heads `delta` describes."""
+    `delta` (Qwen3.5), only every `attention_interval`-th layer has attention, all others are Gated DeltaNet."""
 
     vocab_size: int
     hidden_size: int
@@ -143,8 +142,8 @@ class PatchLayout:
 
     @property
     def timed(self) -> bool:
-        """Says whether the text has the time in seconds before the features of each frame pair of a video. Qwen3-VL
-        reads these times; Qwen2.5-VL, whose tower has windows, reads a video as one run of features."""
+        """Says whether the text has the time before each frame pair of a video, as for Qwen3-VL. Qwen2.5-VL, whose
+        tower has windows, reads a video as one run of features."""
         return self.window_size == 0
 
     @property
@@ -211,8 +210,8 @@ class VisionConfig(PatchLayout):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepVisionConfig(VisionConfig):
-    """The tower of Qwen3-VL: full attention within a frame pair, and a learned grid of positions. The decoder reads
-    features of the last layer and of `deepstack_layers` (DeepStack, arXiv 2406.04334)."""
+    """The tower of Qwen3-VL: full attention within a frame pair, and a learned grid of positions. The decoder also
+    reads features of `deepstack_layers` (DeepStack, arXiv 2406.04334)."""
 
     patch_size: int = 16
     window_size: int = 0

@@ -9,7 +9,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
-from sharding.walk import Module as Model
 from sharding.walk import Params
 from sharding.weights import WeightSpec, by_path, map_weights, on_first_device, place, place_stack
 
@@ -24,14 +23,9 @@ def abstract(config: DecoderConfig) -> Decoder:
 
 
 def create(config: DecoderConfig, seed: int = 0, shardings: Callable[[Decoder], Params] | None = None) -> Decoder:
-    """The model with random weights, reproducible from `seed`. Each weight is sampled on the host by a generator of its
-    own, seeded with `seed` and the weight's path. Its values depend on no other weight, no device and no compiler.
-    `shardings`: see `models.load`."""
-    return with_values(abstract(config), seed, shardings)
-
-
-def with_values(model: Model, seed: int = 0, shardings: Callable[[Model], Params] | None = None) -> Model:
-    """The abstract model, or module, with random weights as `create` samples them."""
+    """The model with random weights. Each weight is sampled on the host by a generator of its own, seeded with `seed`
+    and the weight's path, so that it depends on no device and no compiler. `shardings`: see `models.load`."""
+    model = abstract(config)
     places = by_path((shardings or on_first_device)(model))
 
     def draw(path: tuple, variable: nnx.Variable) -> jax.Array:

@@ -2,10 +2,7 @@
 
 The caller hands to each layer the functions that mix tokens (`Mix`): masked for packed rows, with a cache for decoding.
 The caller also chooses how to walk the stack (`sharding.walk`). The functions at the end of this file are the forward
-pass over packed rows: hidden states, log-probabilities of the packed tokens, and values.
-
-A critic is the decoder of its policy with a head of a single row. The value of a state is the product of this row and
-the normed hidden state.
+pass over packed rows. A critic is the decoder of its policy with a head of a single row.
 """
 
 import dataclasses
@@ -153,9 +150,9 @@ class Decoder(nnx.Module):
         features_MX: Float[Array, "M X"] | None = None,
     ) -> tuple[Float[Array, "B T D"], DeepFeatures | None]:
         """Returns (token embeddings, features that layers add). A token's `feature_index_BT`, if not negative, is a row
-        of the features. The row's first D numbers replace the token's embedding; layers add the rest. Features are
-        those of `vision`, or `features_MX` if they were computed before. Without `vision`, the tower does not run.
-        Raises ValueError for features without `feature_index_BT`, and for the `vision` of a text model."""
+        of the features: of `vision`, or of `features_MX` if they were computed before. The row's first D numbers
+        replace the token's embedding; layers add the rest. Raises ValueError for features without `feature_index_BT`,
+        and for the `vision` of a text model."""
         x = walk.use(self.embedding)(tokens_BT)
         if vision is not None:
             features_MX = self.features(walk, vision).astype(x.dtype)
@@ -272,11 +269,9 @@ def logprobs(
     temperature: float = 1.0,
     never_sampled: tuple[int, ...] = (),
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """(log-probability of each token given its predecessor's hidden state, entropy of that distribution), in nats.
-
-    Both are float32, under `softmax(logits / temperature)`; temperatures of `inputs`, if any, replace `temperature`.
-    If a token has no predecessor (the first of a segment, padding) the values are finite and meaningless.
-    Ids of `never_sampled` have no probability, as in the engine.
+    """(log-probability of each token given its predecessor's hidden state, entropy of that distribution), in nats,
+    float32, under `softmax(logits / temperature)` without the ids `never_sampled`. Temperatures of `inputs`, if any,
+    replace `temperature`. Without a predecessor (a segment's first token, padding) values are finite and meaningless.
     """
     hidden = hidden_states(model, inputs, walk)
     predecessor = jnp.asarray(inputs.predecessor_BT)

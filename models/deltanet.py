@@ -1,8 +1,7 @@
 """Gated DeltaNet, the layer of Qwen3.5 that mixes tokens by a state (Gated DeltaNet, arXiv:2412.06464).
 
-The layer projects tokens, and mixes the projections by a function `recur` that its caller hands in. Training mixes
-packed rows by `sharding.kernels.delta.delta_rule`. Decoding mixes one token of each sequence by `delta_step` of the
-same module.
+The layer projects tokens, and mixes the projections by a function `recur` that its caller hands in: `delta_rule` of
+`sharding.kernels.delta` for packed rows, or `delta_step` to decode one token of each sequence.
 """
 
 import math
@@ -41,8 +40,7 @@ class GatedDeltaNet(nnx.Module):
         self.out = weight(WeightSpec((V, J, D), ("N", "H", "D"), init, inputs=2), stack)
 
     def __call__(self, x: Float[Array, "B T D"], recur: Recur[Aux]) -> tuple[Float[Array, "B T D"], Aux]:
-        """`recur` returns `(out_BTVJ float32, aux)`; the layer returns this `aux`. Decays, beta and the gate are
-        float32."""
+        """`recur` returns `(out_BTVJ float32, aux)`; the layer returns this `aux`. Decays, beta, gate are float32."""
         b, a, z = (project(x, matrix).astype(jnp.float32) for matrix in (self.b, self.a, self.z))
         rate = jnp.exp(self.decay_log[...].astype(jnp.float32))
         a = jax.nn.softplus(add_bias(a, self.decay_bias[...].astype(jnp.float32)))

@@ -33,8 +33,7 @@ def why_missing(path: str | os.PathLike[str]) -> str:
 
 @contextlib.contextmanager
 def one_line(kind: type[ValueError]) -> Iterator[None]:
-    """Turns an unexpected error in the block (for example of a value of a wrong type) into an error of `kind`. Errors
-    of `kind` and OSErrors pass."""
+    """Turns an unexpected error in the block, as of a value of a wrong type, into an error of `kind`. OSErrors pass."""
     try:
         yield
     except (kind, OSError):

@@ -1,7 +1,6 @@
 """Hugging Face checkpoint folders: `config.json` and safetensors, one file or several with an index.
 
-Weights are read and written tensor by tensor. `write_weights` replaces the writer of safetensors, which needs all
-tensors of a file at once.
+Weights are read and written tensor by tensor. The writer of safetensors would need all tensors of a file at once.
 """
 
 import contextlib
@@ -47,23 +46,28 @@ def tensor_names(config: DecoderConfig) -> list[TensorName]:
     return ARCHITECTURES[config.architecture].tensor_names(config, weights)
 
 
-class _Files:
-    """The open safetensors files of a folder; `where` maps the name of a tensor to its file."""
+class TensorFiles:
+    """The open safetensors files of a folder: those that its index names, or `single`, which has no index under another
+    name. `where` maps the name of a tensor to its file. Raises CheckpointError, naming file and tensor."""
 
-    def __init__(self, folder: pathlib.Path, stack: contextlib.ExitStack, progress: Callable[[float], object]) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        stack: contextlib.ExitStack,
+        single: str = SINGLE,
+        progress: Callable[[float], object] = float,
+    ) -> None:
         self.folder, self._progress = folder, progress
         self._read: set[str] = set()
         claims: dict[str, str] = {}
-        if (folder / INDEX).exists():
+        if single == SINGLE and (folder / INDEX).exists():
             claims = read_json(folder / INDEX, needed=True).get("weight_map", {})
-            files = sorted(set(claims.values()))
-        elif (folder / SINGLE).exists():
-            files = [SINGLE]
-        else:
-            raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}")
+        elif not (folder / single).exists():
+            kinds = f"; the folder has neither {SINGLE} nor {INDEX}" if single == SINGLE else ""
+            raise CheckpointError(f"{folder / single}: no such file{kinds}")
         self.where: dict[str, str] = {}
         self.open: dict[str, safe_open] = {}
-        for file in files:
+        for file in sorted(set(claims.values())) if claims else [single]:
             try:
                 self.open[file] = stack.enter_context(safe_open(folder / file, framework="numpy"))
             except FileNotFoundError:
@@ -83,8 +87,7 @@ class _Files:
         return self.folder / self.where.get(name, INDEX if len(self.open) > 1 else next(iter(self.open)))
 
     def check_dtypes(self) -> None:
-        """Raises CheckpointError, naming the tensor, for a dtype that is not in `DTYPES`, as in quantised
-        checkpoints."""
+        """Refuses a dtype that is not in `DTYPES`, as in quantised checkpoints."""
         for name, file in self.where.items():
             dtype = self.open[file].get_slice(name).get_dtype()
             if dtype not in DTYPES.values() and not name.endswith(IGNORED_SUFFIXES):
@@ -93,42 +96,41 @@ class _Files:
                     "checkpoint that was not quantised"
                 )
 
+    def check_present(self, names: Collection[str]) -> None:
+        for name in sorted(set(names) - self.where.keys()):
+            raise CheckpointError(f"{self.path(name)}: tensor {name} is missing")
+
+    def check_names(self, wanted: Collection[str], reason: str) -> None:
+        """Refuses files that lack one of the tensors `wanted`, or have another one, for this reason."""
+        self.check_present(wanted)
+        for name in sorted(self.where.keys() - set(wanted)):
+            if name != HEAD and not name.endswith(IGNORED_SUFFIXES):  # `_tied_or_not` found that the head is a copy
+                raise CheckpointError(f"{self.path(name)}: tensor {name} is unexpected; {reason}")
+
     def carried(self, prefix: str) -> dict[str, np.ndarray]:
         """The tensors whose names begin with `prefix`, by name; no tensors if `prefix` is empty."""
         names = [name for name in self.where if prefix and name.startswith(prefix)]
         return {name: self.open[self.where[name]].get_tensor(name) for name in sorted(names)}
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """A tensor as it is on disk. Raises CheckpointError if the tensor is missing or has another shape."""
-        if name not in self.where:
-            raise CheckpointError(f"{self.path(name)}: tensor {name} is missing")
+        """A tensor as it is on disk, which must have this shape."""
+        self.check_present([name])
         file = self.open[self.where[name]]
         found = tuple(file.get_slice(name).get_shape())
         if found != shape:
             raise CheckpointError(
-                f"{self.path(name)}: tensor {name} has shape {list(found)}, but by config.json it must have "
-                f"{list(shape)}"
+                f"{self.path(name)}: tensor {name} has shape {list(found)}, but by its configuration it must have "
+                f"{list(shape)}: it is of another model"
             )
         self._read.add(name)
         self._progress(len(self._read) / len(self.where))
         return file.get_tensor(name)
 
 
-def _check_names(files: _Files, names: list[TensorName], carried: Collection[str]) -> None:
-    wanted = {name for entry in names for name in entry.full_names} | set(carried)
-    for name in sorted(wanted - files.where.keys()):
-        raise CheckpointError(f"{files.path(name)}: tensor {name} is missing")
-    for name in sorted(files.where.keys() - wanted):
-        if name == HEAD or name.endswith(IGNORED_SUFFIXES):  # `_tied_or_not` found that the head is a copy
-            continue
-        raise CheckpointError(f"{files.path(name)}: tensor {name} is unexpected; this architecture has no such weight")
-
-
-def _tied_or_not(files: _Files, config: DecoderConfig, raw: JsonObject) -> DecoderConfig:
+def _tied_or_not(files: TensorFiles, config: DecoderConfig, raw: JsonObject) -> DecoderConfig:
     """The configuration, untied if the files store a head that differs from the embedding. transformers ties head and
-    embedding if config.json says so at its top or in `text_config`, but keeps a stored head that differs. SGLang drops
-    this head. Raises CheckpointError for a head that differs, unless the top of config.json sets `tie_word_embeddings`
-    to false."""
+    embedding if config.json says so at its top or in `text_config`, but keeps a stored head that differs, which SGLang
+    drops. Raises CheckpointError for such a head, unless the top sets `tie_word_embeddings` to false."""
     if not config.text.tie_word_embeddings or HEAD not in files.where or _is_tied_copy(files, config):
         return config
     if raw.get("tie_word_embeddings") is not False:
@@ -141,19 +143,19 @@ def _tied_or_not(files: _Files, config: DecoderConfig, raw: JsonObject) -> Decod
     return dataclasses.replace(config, text=text, extra=json.dumps(settled))
 
 
-def _is_tied_copy(files: _Files, config: DecoderConfig) -> bool:
+def _is_tied_copy(files: TensorFiles, config: DecoderConfig) -> bool:
     """Says whether the stored head equals the embedding, bit for bit, as in some tied checkpoints."""
     entry = next(entry for entry in tensor_names(config) if entry.path == ("embedding", "table"))
     head, embedding = (files.read(name, entry.disk_shape) for name in (HEAD, entry.name))
     return head.dtype == embedding.dtype and head.tobytes() == embedding.tobytes()
 
 
-def _parameter(files: _Files, entry: TensorName, dtype: DTypeLike | None, sharding: Sharding) -> jax.Array:
+def _parameter(files: TensorFiles, entry: TensorName, dtype: DTypeLike | None, sharding: Sharding) -> jax.Array:
     layers = _layers_of(files, entry, dtype)
     return place_stack(layers, len(entry.numbers), sharding) if entry.stacked else place(next(layers), sharding)
 
 
-def _layers_of(files: _Files, entry: TensorName, dtype: DTypeLike | None) -> Iterator[np.ndarray]:
+def _layers_of(files: TensorFiles, entry: TensorName, dtype: DTypeLike | None) -> Iterator[np.ndarray]:
     first = None
     for name in entry.full_names:
         value = files.read(name, entry.disk_shape)
@@ -172,15 +174,13 @@ def load(
     shardings: Callable[[Decoder], Params] | None = None,
     progress: Callable[[float], object] = float,
 ) -> Decoder:
-    """Reads a local Hugging Face checkpoint folder tensor by tensor.
+    """Reads a local Hugging Face checkpoint folder tensor by tensor: the host holds at most two tensors at a time, a
+    device its weights and its share of one tensor.
 
     `dtype` casts every weight; None keeps the dtypes of the checkpoint. `shardings(model)` gets the abstract model and
-    returns the sharding of each weight, in the structure of its parameters (default: this process's first device). A
-    tensor goes to its devices before the next tensor is read. The host holds at most two tensors of weights at a time,
-    a device its weights and its share of one tensor. `progress` gets the share of the tensors read so far, up to 1.
-
-    Raises CheckpointError naming file and tensor for anything missing, unexpected or mis-shaped, and ModelConfigError
-    for architectures and settings that are not supported.
+    returns the sharding of each weight, in the structure of its parameters (default: this process's first device).
+    `progress` gets the share of the tensors read so far, up to 1. Raises CheckpointError naming file and tensor for
+    anything missing, unexpected or mis-shaped, and ModelConfigError for what is not supported.
     """
     folder = pathlib.Path(path)
     if why := why_missing(path):
@@ -191,13 +191,14 @@ def load(
     except ModelConfigError as error:
         raise ModelConfigError(f"{folder / 'config.json'}: {error}") from None
     with contextlib.ExitStack() as stack:
-        files = _Files(folder, stack, progress)
+        files = TensorFiles(folder, stack, progress=progress)
         files.check_dtypes()
         config = dataclasses.replace(config, names=name_layout(files.where))
         config = _tied_or_not(files, config, raw)
         config = dataclasses.replace(config, carried=files.carried(ARCHITECTURES[config.architecture].carried))
         names = tensor_names(config)
-        _check_names(files, names, config.carried)
+        wanted = {name for entry in names for name in entry.full_names}
+        files.check_names(wanted | set(config.carried), "this architecture has no such weight")
         model = abstract(config)
         places = by_path((shardings or on_first_device)(model))
         params = {entry.path: _parameter(files, entry, dtype, places[entry.path]) for entry in names}
@@ -266,10 +267,9 @@ def _in_order(config: DecoderConfig, values: Mapping[tuple[str, ...], Any]) -> l
 def save(
     model: Decoder, path: str | os.PathLike[str], dtype: DTypeLike | None = None, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Writes `config.json` and safetensors that `transformers`, SGLang and `load` read. `dtype` casts every weight;
-    None writes weights bit for bit. Tensors that the model carries (`config.carried`) are never cast. Weights are
-    copied to the host one tensor at a time. Older weight files are removed after all new files are written.
-    `config.json` is written last."""
+    """Writes `config.json`, which is written last, and safetensors that `transformers`, SGLang and `load` read. `dtype`
+    casts every weight but those that the model carries (`config.carried`); None writes weights bit for bit. Weights are
+    copied to the host one at a time. Older weight files are removed after all new files are written."""
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     params = nnx.to_pure_dict(nnx.state(model))
@@ -306,8 +306,7 @@ def save(
 
 
 def _with_dtype(config: JsonObject, stored: str) -> JsonObject:
-    """The dictionary with the weights' dtype in every field that names a dtype. If the top of the dictionary names no
-    dtype, `torch_dtype` is added there."""
+    """The dictionary with the weights' dtype in every field that names a dtype, and at the top in any case."""
     said = ("dtype", "torch_dtype")
     top: dict[str, Any] = {} if any(config.get(key) for key in said) else {"torch_dtype": stored}
     for section in ("text_config", "vision_config"):

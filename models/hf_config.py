@@ -1,8 +1,7 @@
 """Reads and writes a `config.json` of Hugging Face, with flat or nested text settings.
 
-The rotary settings are in `rope_parameters` (new), or in `rope_scaling` and `rope_theta` (old), with the meaning that
-they have in transformers 5.23 (`modeling_rope_utils`). A rotary setting that changes anything, but that this file does
-not read, is refused."""
+The rotary settings are in `rope_parameters` (new), or in `rope_scaling` and `rope_theta` (old), as in transformers 5.23
+(`modeling_rope_utils`). A rotary setting that changes anything, but that this file does not read, is refused."""
 
 import dataclasses
 import json
@@ -75,8 +74,7 @@ def _refuse_sliding_windows(config: JsonObject, layers: int, default_full_layers
 
 
 def _rope_settings(config: JsonObject, field: str, read: Mapping[str, set[str]]) -> tuple[str, JsonObject]:
-    """(rope type, settings) of a field of `config`. `read` has the names of the settings that each supported type
-    reads."""
+    """(rope type, settings) of a field of `config`. `read` has the settings that each supported type reads."""
     rope = config.get(field) or {}
     kinds = ["default" if name == "mrope" else name for name in (rope.get("rope_type"), rope.get("type")) if name]
     if len(set(kinds)) > 1 and rope["type"] != "mrope":
@@ -108,7 +106,7 @@ def _rope_fields(config: JsonObject) -> list[str]:
 
 def uninterleaved(text: JsonObject) -> JsonObject:
     """The text settings without `mrope_interleaved`, for architectures that always interleave the frequencies of their
-    rotary embedding. Raises ModelConfigError if that setting is false."""
+    rotary embedding. Raises ModelConfigError if it is false."""
     result = dict(text)
     for field in _ROPE_FIELDS:
         rope = dict(result.get(field) or {})
@@ -189,9 +187,8 @@ def _vision_theta(config: JsonObject) -> float:
 
 
 def read_tower(config: JsonObject, activation: str, *more: str) -> dict[str, Any]:
-    """The fields of a `VisionConfig` that every architecture reads from `vision_config`. `more` names further fields,
-    which the file may lack. Raises ModelConfigError for a missing field, for quantised weights, and for another
-    activation than `activation`."""
+    """The fields of a `VisionConfig` that every architecture reads from `vision_config`, and the fields `more` that the
+    file has. Raises ModelConfigError for a missing field, quantised weights, and another activation."""
     where = "vision_config of config.json"
     refuse_quantised(config, where)
     if config.get("hidden_act", activation) != activation:
@@ -217,9 +214,9 @@ def read_text(
     rotated: float = 1.0,
     head_norm: bool = False,
 ) -> TextConfig:
-    """The decoder's settings in `config`. `outer` is the complete file, whose top may say that weights are tied. The
-    defaults are those of transformers for the architecture, used if the file has no value. `rotated` is the share of
-    each head that is rotated. Only Qwen3 and later models (`head_norm`) have `attention_bias` as a setting."""
+    """The decoder's settings in `config`, with the defaults of transformers for the architecture. `outer` is the
+    complete file, whose top may say that weights are tied. `rotated` is the share of each head that is rotated. Only
+    Qwen3 and later models (`head_norm`) have `attention_bias` as a setting."""
     where = "config.json" if config is outer else "text_config of config.json"
     refuse_quantised(outer, "config.json")
     _refuse_unsupported(config, where, head_norm)

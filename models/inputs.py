@@ -34,13 +34,11 @@ else:
 class VisionInput:
     """Patches of any number of images and videos, packed into one axis, **in window order**.
 
-    `merge_unit` (U) consecutive patches become one merged feature: feature `m` comes from the patches `m * U` to `m * U
-    + U - 1`. Features are ordered by frame pair, then by window. Both attention patterns of the tower are therefore
-    contiguous runs.
+    `merge_unit` consecutive patches become one merged feature. Features are ordered by frame pair, then by window. Both
+    attention patterns of the tower are therefore contiguous runs.
 
     No frame pair has more than `frame_bound` patches, so that attention skips patches that lie further apart. The bound
-    is part of the compiled shape; 0 means unknown, which is correct but slow. Code that packs inputs sets
-    `frame_bound(frame_segments_P)` or the largest bound of the inputs.
+    is part of the compiled shape; 0 means unknown, which is correct but slow.
     """
 
     patches_PX: Float32[AnyArray, "P X"]  # normalised pixels
@@ -100,8 +98,7 @@ class ModelInput:
 
     @functools.cached_property
     def frame_edges(self) -> list[int]:
-        """The index of the first patch of each frame pair, and at the end the number of patches; empty without
-        media."""
+        """The first patch of each frame pair, and at the end the number of patches; empty without media."""
         if self.vision is None:
             return []
         inner = np.flatnonzero(np.diff(self.vision.frame_segments_P)) + 1
@@ -109,8 +106,7 @@ class ModelInput:
 
     @functools.cached_property
     def shown(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (indices of the tokens that show a feature, the row of the features that each of these tokens
-        shows)."""
+        """Returns (indices of the tokens that show a feature, the row of the features that each of them shows)."""
         tokens = np.flatnonzero(self.feature_index_T >= 0)
         return tokens, self.feature_index_T[tokens]
 
@@ -140,8 +136,7 @@ def joined(parts: Sequence[ModelInput], merge_unit: int) -> ModelInput:
 
 
 class OutlinedInput:
-    """A prepared prompt without its large arrays, which `laid_out` makes again. The prompt keeps what plans need:
-    `len`, `patches_PX`, `frame_bound`, `frame_edges` and `shown`, which a `ModelInput` has, too."""
+    """A prepared prompt without its large arrays, which `laid_out` makes again, but with what plans need."""
 
     __slots__ = ("_edges", "_tokens", "_where", "_which", "frame_bound", "laid_out", "patches_PX")
 
@@ -186,8 +181,8 @@ class PackedTokens:
     `predecessor_BT[t]` is the index, in the row, of the token whose hidden state predicts token `t`: `t - 1`,
     or, for the first token of a response, the last token of its prompt.
 
-    Rows, and the patch axis of `vision`, are divided evenly over the data shards, in order;
-    `feature_index_BT` counts from the start of the shard's own features (after routing, if features are routed).
+    Data shards divide rows, and the patch axis of `vision`, evenly and in order; `feature_index_BT` counts from the
+    start of a shard's own (perhaps routed) features.
 
     `spread` is set if devices share sequences; each device then has one row. An index in the row then means, in the
     rules above, an index in the stream of the devices that share the sequence. Segments are numbered through all rows,
@@ -209,8 +204,7 @@ class PackedTokens:
     runs: PackedRuns | None = None
 
     def with_runs(self, chunks: int = 0, size: int = CHUNK) -> PackedTokens:
-        """These rows with their table of runs. A row gets `chunks` chunks (0: as many as needed) of `size` tokens each.
-        Arrays must be on the host."""
+        """These rows, on the host, with their runs: `chunks` chunks (0: as many as needed) of `size` tokens a row."""
         return dataclasses.replace(self, runs=packed_runs(self.segments_BT, self.branches_BT, chunks, size=size))
 
 

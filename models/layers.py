@@ -116,9 +116,8 @@ class Embedding(nnx.Module):
 
 @jax.custom_jvp
 def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The exact GELU: `x` times the standard normal CDF of `x`, computed by `erf` as in PyTorch. Inside a `shard_map`
-    that checks replication, JAX 0.12 refuses `erfc`, which `jax.nn.gelu` uses. JAX also refuses its own derivative of
-    `erf` there, so that the derivative is written out."""
+    """The exact GELU: `x` times the standard normal CDF of `x`, computed by `erf` as in PyTorch. In a `shard_map` that
+    checks replication, JAX 0.12 refuses `erfc`, which `jax.nn.gelu` uses, and its own derivative of `erf`."""
     wide = x.astype(jnp.float32)
     return (wide * _normal_cdf(wide)).astype(x.dtype)
 
@@ -140,8 +139,8 @@ FEW_ROWS = 48  # the most rows for which a CPU is faster with the weight as left
 
 def project(x: Array, matrix: nnx.Variable) -> Array:
     """Multiplies the last axes of `x` by the input axes of a weight (`WeightSpec.inputs`), and sums over them. All axes
-    of rows are joined, which gives one product of two matrices. With several axes of rows, XLA on CPUs would also
-    transpose the activations for each weight's gradient, which takes half as long as the products."""
+    of rows are joined: with several, XLA on CPUs would transpose the activations for each weight's gradient, which
+    takes half as long as the products."""
     spec: WeightSpec = matrix.get_metadata("spec")
     weights, rows = matrix[...], x.shape[: x.ndim - spec.inputs]
     flat = x.reshape(math.prod(rows), -1)
@@ -153,9 +152,8 @@ def project(x: Array, matrix: nnx.Variable) -> Array:
 
 
 def kept_in_loop(rotary: tuple[Array, Array], x: Array) -> tuple[Array, Array]:
-    """The angles (cosine, sine), tied to the hidden states `x` of the loop over layers. Without the tie, XLA on GPUs
-    would move the broadcast of the angles to all heads out of the loop, and layers would read the broadcast from
-    memory."""
+    """The angles (cosine, sine), tied to the hidden states `x` of the loop over layers. XLA on GPUs would otherwise
+    move their broadcast to all heads out of the loop, and layers would read the broadcast from memory."""
     if not target().is_gpu:
         return rotary
     return jax.lax.optimization_barrier((rotary, jax.lax.stop_gradient(x[:1, :1, :1])))[0]
@@ -178,8 +176,7 @@ def add_bias(x: Array, bias: Array) -> Array:
 
 def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """The angle per position of each pair of the head's `head_dim` rotated numbers, `[head_dim / 2]` float32, and the
-    factor on cosine and sine. `linear` divides positions by `factor`; `yarn` interpolates slow frequencies only (Peng
-    et al., arXiv 2309.00071)."""
+    factor on cosine and sine. `yarn` interpolates slow frequencies only (Peng et al., arXiv 2309.00071)."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = (np.float32(1) / np.float32(rope.theta) ** exponent).astype(np.float32)
     if rope.kind == "linear":
@@ -224,8 +221,7 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 def rotate(
     x: Float[Array, "*rows N H"], rotary: tuple[Float[Array, "*rows R"], Float[Array, "*rows R"]]
 ) -> Float[Array, "*rows N H"]:
-    """Rotates each pair `(x[i], x[i + R/2])` of a head's first R numbers by its angle; `rotary` is (cosine, sine),
-    float32."""
+    """Rotates each pair `(x[i], x[i + R/2])` of a head's first R numbers; `rotary` is (cosine, sine), float32."""
     if (size := rotary[0].shape[-1]) < x.shape[-1]:
         return jnp.concatenate([rotate(x[..., :size], rotary), x[..., size:]], axis=-1)
     cos, sin = (jnp.broadcast_to(part[..., None, :], x.shape) for part in rotary)

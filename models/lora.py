@@ -1,5 +1,6 @@
 """LoRA of a decoder: which weights get adapters, their first values, and adapters on disk in PEFT's format."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -18,7 +19,7 @@ from . import creation
 from .config import DecoderConfig, ModelConfigError, NameLayout
 from .decoder import Decoder, shapes_only
 from .folder import CheckpointError, read_json, why_missing, write_json
-from .hf import StoredTensor, tensor_names, write_weights
+from .hf import StoredTensor, TensorFiles, tensor_names, write_weights
 from .tensor_names import DECODER, Path, TensorName
 
 ADAPTER, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
@@ -62,8 +63,7 @@ def _adapted_weights(config: DecoderConfig, lora: Lora) -> list[TensorName]:
 
 
 def fresh_adapters(model: Decoder, seed: int, shardings: Params) -> dict[Path, jax.Array]:
-    """The first values of an adapted model's adapters, by path; each pair's product is zero. `shardings` has the
-    sharding of every parameter of the model."""
+    """The first values of an adapted model's adapters, by path; `shardings` are those of all its parameters."""
     places = by_path(shardings)
     drawn: dict[Path, jax.Array] = {}
     for keys, weight in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -75,8 +75,7 @@ def fresh_adapters(model: Decoder, seed: int, shardings: Params) -> dict[Path, j
 def save_adapters(
     config: DecoderConfig, adapters: Params, path: str | os.PathLike[str], lora: Lora, base: str = ""
 ) -> None:
-    """Writes a folder that `peft` loads onto the model of `transformers` (5 or newer). `base` is the folder or name of
-    the frozen weights."""
+    """Writes a folder that `peft` loads onto a model of `transformers` 5; `base` names the frozen weights."""
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     values = by_path(adapters)
@@ -91,30 +90,23 @@ def save_adapters(
 
 
 def load_adapters(config: DecoderConfig, path: str | os.PathLike[str], lora: Lora) -> dict[Path, np.ndarray]:
-    """Reads adapters that `save_adapters` or PEFT wrote: float32 arrays by path. Raises CheckpointError for a folder
-    with other settings than `lora`, and for a tensor that is missing, unexpected or mis-shaped."""
+    """Reads adapters that `save_adapters` or PEFT wrote: float32 arrays by path. Raises CheckpointError for other
+    settings than `lora`, and for a tensor that is missing, unexpected or mis-shaped."""
     folder = pathlib.Path(path)
     if why := why_missing(path):
         raise CheckpointError(why)
     said = read_json(folder / SETTINGS, needed=True)
     _check_settings(folder, said, lora)
-    tensors = _read(folder / ADAPTER)
-    values: dict[Path, np.ndarray] = {}
-    for entry in _entries(config, lora):
-        layers = []
-        for name in entry.full_names:
-            if (tensor := tensors.pop(name, None)) is None:
-                raise CheckpointError(f"{folder / ADAPTER}: tensor {name} is missing")
-            if tensor.shape != entry.disk_shape:
-                raise CheckpointError(
-                    f"{folder / ADAPTER}: tensor {name} has shape {list(tensor.shape)}, but must have "
-                    f"{list(entry.disk_shape)}: the adapter is of another model"
-                )
-            layers.append(entry.from_disk(tensor).astype(np.float32))
-        values[entry.path] = np.stack(layers)
-    for name in sorted(tensors):
-        raise CheckpointError(f"{folder / ADAPTER}: tensor {name} is unexpected; adapters stand beside {lora.targets}")
-    return values
+    entries = _entries(config, lora)
+    with contextlib.ExitStack() as stack:
+        files = TensorFiles(folder, stack, ADAPTER)
+        files.check_names([n for entry in entries for n in entry.full_names], f"adapters stand beside {lora.targets}")
+
+        def layers(entry: TensorName) -> list[np.ndarray]:
+            tensors = (files.read(name, entry.disk_shape) for name in entry.full_names)
+            return [entry.from_disk(tensor).astype(np.float32) for tensor in tensors]
+
+        return {entry.path: np.stack(layers(entry)) for entry in entries}
 
 
 def _entries(config: DecoderConfig, lora: Lora) -> list[TensorName]:
@@ -163,15 +155,3 @@ def _check_settings(folder: pathlib.Path, said: dict[str, Any], lora: Lora) -> N
     for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform"):
         if said.get(name):
             raise CheckpointError(f"{folder / SETTINGS}: {name} is set, but all layers must have the same adapters")
-
-
-def _read(file: pathlib.Path) -> dict[str, np.ndarray]:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    try:
-        return load_file(file)
-    except FileNotFoundError:
-        raise CheckpointError(f"{file}: no such file") from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: not a whole safetensors file: {error}") from error

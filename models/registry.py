@@ -21,12 +21,8 @@ if TYPE_CHECKING:
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """The parts of an architecture that differ from other architectures. The first call of a part imports its module.
-
     `read(config.json)` raises ModelConfigError for a file that can't be used. `write(config)` returns the content of a
-    config.json without the names of the architecture. `tensor_names(config, weights)` gives every weight of the
-    abstract model its name on disk.
-    `rope_index` has the signature and results of `models.qwen2_5_vl.positions.rope_index`.
-    """
+    config.json without the names of the architecture. `tensor_names(config, weights)` names every weight on disk."""
 
     name: str  # in `architectures` of config.json
     read: Callable[[JsonObject], DecoderConfig]
@@ -34,7 +30,7 @@ class Architecture:
     model: Callable[[DecoderConfig], "Decoder"]  # with shapes for weights
     tensor_names: Callable[[DecoderConfig, Mapping[Any, Any]], "list[TensorName]"]
     published: NameLayout = NameLayout.FLAT  # layout of published checkpoints, which SGLang reads
-    rope_index: Callable[..., tuple[np.ndarray, int]] | None = None  # None: the model reads text only
+    rope_index: Callable[..., tuple[np.ndarray, int]] | None = None  # as in `positions`; None: text only
     carried: str = ""  # prefix of tensors that no model here reads; they are copied into exports
 
 
@@ -94,8 +90,7 @@ def architecture_of(config: JsonObject) -> str:
 
 
 def write_config(config: DecoderConfig) -> dict[str, Any]:
-    """The `config.json` dictionary of a configuration. If `config` still means the dictionary that was read, returns
-    that dictionary."""
+    """The `config.json` dictionary of a configuration: the one that was read, if it still means the same."""
     source = json.loads(config.extra)
     # `names` is a property of the weight files, not of config.json
     if source and dataclasses.replace(read_config(source), names=config.names) == config:

@@ -34,8 +34,8 @@ Fetch: TypeAlias = Callable[[Sequence[Rows]], Sequence[np.ndarray]]
 
 class ShadowTensor:
     """The shape and dtype of an array, and the `pieces` along its first axis (patches or frames) that form its data. A
-    shadow can be sliced along that axis, and concatenated with shadows and numpy's arrays by `np.concatenate`. In a
-    pytree, a shadow is a leaf. Every other use of its data raises ShadowError."""
+    shadow can be sliced along that axis, concatenated with shadows and arrays by `np.concatenate`, and be a leaf of a
+    pytree. Every other use of its data raises ShadowError."""
 
     __slots__ = ("dtype", "pieces", "shape")
 

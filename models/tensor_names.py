@@ -105,8 +105,7 @@ DECODER = {
 
 
 def decoder_names(weights: Weights, prefix: str, numbers: Sequence[int] | None = None) -> list[TensorName]:
-    """The name of every weight of the decoder. `prefix` (`model.` or `model.language_model.`) begins all names except
-    the head's. `numbers`: see `name_weights`."""
+    """The name of every weight of the decoder; `prefix` begins all but the head's. `numbers`: see `name_weights`."""
     # A tied model has no weight for the head.
     return name_weights(DECODER, prefix, weights, numbers) + name_weights({"lm_head": "head.table"}, "", weights)
 

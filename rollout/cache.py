@@ -1,8 +1,7 @@
 """The cache of the embedded engine on its devices: pages of keys and values, and states.
 
 The cache is a pool of pages (`rollout.slots`). A layer with Gated DeltaNet has a state of fixed size for each slot
-instead of pages. A prefill returns the state behind each prefilled row. The state behind a row is written to the slots
-of all samples that start from the row or continue behind it.
+instead of pages. The state behind a prefilled row is written to the slots of all samples that go on from the row.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ class KVCache:
 
     @staticmethod
     def shapes(text: TextConfig, pages: int, states: int, dtype: DTypeLike) -> KVCache:
-        """The shapes of a model's cache. Heads come before tokens, so that a head's entries of a page are
-        neighbours."""
+        """The shapes of a model's cache. Heads come first, so that a head's entries of a page are neighbours."""
         shape = len(text.attention_layers), pages, text.num_kv_heads, PAGE_TOKENS, text.head_dim
         rows = jax.ShapeDtypeStruct(shape, dtype)
         if (heads := text.delta) is None:
@@ -106,15 +104,13 @@ class KVCache:
         return dataclasses.replace(self, k_LCKSH=write(self.k_LCKSH, k_BKH), v_LCKSH=write(self.v_LCKSH, v_BKH))
 
     def with_states(self, slot_B: Int[AnyArray, " B"], layers: list[DeltaState]) -> KVCache:
-        """The cache with new states of these slots. `layers` has the states of each layer with states. Out-of-range
-        slots are not written."""
+        """The cache with new states of these slots, unless out of range, for each layer with states."""
         if not layers:
             return self
         return dataclasses.replace(self, states=self._written(slot_B, jax.tree.map(lambda *x: jnp.stack(x), *layers)))
 
     def insert(self, rows: Rows, writes: PageWrites) -> KVCache:
-        """The cache with pages filled from prefilled rows. A column may go to several pages, since samples share a
-        prompt."""
+        """The cache with pages filled from prefilled rows; a column may go to several pages."""
 
         def write(x: Array, new: Array) -> Array:
             new_WSLKH = new[:, writes.row_W[:, None], :, writes.column_WS]
@@ -128,8 +124,7 @@ class KVCache:
 
 
 def layers_by_kind(layers: list[LayerRows | DeltaState]) -> tuple[list[LayerRows], DeltaState | None]:
-    """Returns (keys and values of each layer with attention, the stacked states of all other layers). Without other
-    layers, the states are None."""
+    """Returns (keys and values of each layer with attention, the stacked states of all other layers if any)."""
     rows = [layer for layer in layers if not isinstance(layer, DeltaState)]
     states = [layer for layer in layers if isinstance(layer, DeltaState)]
     return rows, jax.tree.map(lambda *x: jnp.stack(x), *states) if states else None

@@ -75,8 +75,7 @@ class NewTokens:
 
     @property
     def finite_B(self) -> np.ndarray:
-        """Says for each slot whether all log-probs before the padding are finite; if not, the slot's tokens are
-        arbitrary."""
+        """Says for each slot whether all its log-probs are finite; if not, its tokens are arbitrary."""
         counted_BR = np.arange(self.tokens_BR.shape[1]) < self.count_B[:, None]
         return (np.isfinite(self.logprobs_BR) | ~counted_BR).all(axis=1)
 
@@ -95,8 +94,8 @@ def _ids(sampling: SlotSampling) -> tuple[int, int, bool]:
 
 
 class DeviceState:
-    """Weights and cache on the devices. Only one thread at a time may use an object. The weights of `model` are cast to
-    `dtype` (None: not cast). Weights of layers are copied; other weights are shared unless layout or dtype change."""
+    """Weights and cache on the devices, for one thread at a time. The weights of `model` are cast to `dtype` (None: not
+    cast). Weights of layers are copied; other weights are shared unless layout or dtype change."""
 
     def __init__(
         self,
@@ -156,7 +155,7 @@ class DeviceState:
 
     def disk_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Returns (name, tensor) of every weight, in the checkpoint layout that servers read and in the served dtype.
-        The present weights stay in memory until the iterator has ended. Raises EngineError if there are no weights."""
+        Holds the present weights until the iterator has ended. Raises EngineError if there are none."""
         params = self.params
         if params is None:
             raise EngineError("the engine has no weights")
@@ -176,9 +175,9 @@ class DeviceState:
         )
 
     def update(self, params: Mapping[str, Any]) -> None:
-        """Replaces the weights by `params` (`models.split`). Raises EngineError, which names the tensor, if a name,
-        shape or dtype differs from the old weights, or a value is not finite. The old weights then stay. Floats may
-        have another dtype if the engine casts weights."""
+        """Replaces the weights by `params` (`models.split`). Raises EngineError, which names the tensor, for another
+        name, shape or dtype (of floats, unless the engine casts weights), or a value that is not finite; the old
+        weights then stay."""
         old, new = self._served, by_name(dict(params))
         check_shapes(old, new)
         for name, weight in new.items():
@@ -237,28 +236,25 @@ class DeviceState:
             return batch.inputs
         patches_PX = np.zeros(vision.patches_PX.shape, np.float32)
         for rid, start, stop in batch.shown:
-            self._fetch(rid, vision.patches_PX[start:stop], patches_PX[start:stop], lost)
+            patches_PX[start:stop] = self._fetched(rid, vision.patches_PX[start:stop], lost)
         return dataclasses.replace(batch.inputs, vision=dataclasses.replace(vision, patches_PX=patches_PX))
 
-    def _fetch(self, rid: str, tensor: ShadowTensor, into_PX: np.ndarray, lost: dict[str, Exception]) -> None:
-        """A failed fetch leaves blank patches, and adds the request to `lost`."""
+    def _fetched(self, rid: str, tensor: ShadowTensor, lost: dict[str, Exception]) -> np.ndarray:
+        """The patches of a tensor: blank ones if fetching fails, which adds the request to `lost`."""
         try:
             assert self.pixels is not None, "requests are checked"
             if rid not in lost:
-                into_PX[:] = self.pixels.take(tensor)
+                return self.pixels.take(tensor)
         except Exception as error:
             lost[rid] = error
+        return np.zeros(tensor.shape, np.float32)
 
     def _features(self, work: FeatureWork, lost: dict[str, Exception]) -> jax.Array:
-        """Computes the planned groups of frame pairs, one after another. Returns all features of the prompt: features
-        that no group has computed yet are 0."""
+        """Computes the planned groups of frame pairs. Returns all features of the prompt, 0 if not computed yet."""
         kept = work.kept
         for number in work.groups:
             group, patches = kept.groups[number], kept.patches(number)
-            if isinstance(patches, ShadowTensor):
-                pixels = np.zeros(patches.shape, np.float32)
-                self._fetch(work.rid, patches, pixels, lost)
-                patches = pixels
+            patches = self._fetched(work.rid, patches, lost) if isinstance(patches, ShadowTensor) else patches
             vision = kept.input(number, patches)
             self.shapes.add(("features", (vision.num_patches, vision.frame_bound)))
             features_MX = self.programs.features(self.params, vision)
@@ -281,8 +277,8 @@ class DeviceState:
         return Unread(slots_B, [new], [len(slots_B)])
 
     def room(self, share: float, unknown: int) -> int:
-        """The number of tokens whose cache fits into `share` of the free memory of the fullest device, beside the
-        states of all slots. A device that reports no memory counts with `unknown` bytes."""
+        """The tokens whose cache fits into `share` of the free memory (`unknown` bytes if a device reports none) of the
+        fullest device, beside the states of all slots."""
         room: list[int] = []
         for device in self.layout.devices:
             memory = device.memory_stats() or {}

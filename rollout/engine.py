@@ -21,12 +21,11 @@ class FinishReason(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """The way to sample tokens. `temperature=0` is greedy. Log-probs are those of `softmax(logits / temperature)`, with
-    temperature 1 if greedy. As in SGLang, they are not renormalised for top-p or top-k. Forbidden ids have logits of
-    minus infinity."""
+    """The way to sample tokens. Log-probs are those of `softmax(logits / temperature)`, not renormalised for top-p or
+    top-k, as in SGLang. Forbidden ids have logits of minus infinity."""
 
     max_new_tokens: int = 64
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0 is greedy, with log-probs of temperature 1
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     stop_ids: tuple[int, ...] = ()
@@ -38,11 +37,10 @@ class GenerateRequest:
     """A request for `n` responses to one prompt. Sample `i` has the response id `f"{rid}/{i}"`.
 
     The random numbers of token `t` of sample `i` depend on `(seed, i, t)` only, never on other requests. `prefix_ids`
-    are the tokens of responses begun earlier (partial rollouts, migration). Prefixes are prefilled after the prompt and
-    not returned again. `t` counts from the beginning of the prefix, and `max_new_tokens` bounds prefix and new tokens
-    together. `samples` are the numbers `i`. A request for some samples of an earlier request repeats their numbers and
-    the seed, and gets the same tokens. Once `need` samples have ended, the embedded engine aborts the other samples by
-    itself; other engines wait for `Engine.abort`.
+    are the tokens of responses begun earlier (partial rollouts, migration), which are not returned again. `t` counts
+    from the beginning of the prefix, and `max_new_tokens` bounds prefix and new tokens together. `samples` are the
+    numbers `i`: a request that repeats numbers and seed gets the same tokens. Once `need` samples have ended, the
+    embedded engine aborts the other samples by itself; other engines wait for `Engine.abort`.
 
     `session` names the conversation of a group: the prompt is the conversation so far. The engine may keep the keys and
     values of a sample that has ended. The sample's next turn is then a request with the same session and the same

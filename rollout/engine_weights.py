@@ -4,12 +4,9 @@ A decode step reads every weight once, and memory traffic limits its speed. A pr
 copies the layer's weights first, which triples the traffic. In the matrices of layers, output axes come first
 (`engine_model`): on a CPU, products of few rows then take half the time.
 
-With several devices, attention is cut by heads, an MLP by its inner width, embedding and head by the vocabulary. A
-layer then needs a sum after attention and a sum after the MLP. The compiler divides the programs by the shardings of
-the weights (GSPMD).
+With several devices, attention is cut by heads, an MLP by its inner width, embedding and head by the vocabulary. The
+compiler divides the programs by the shardings of the weights (GSPMD).
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -54,8 +51,8 @@ def served(config: DecoderConfig) -> DecoderConfig:
 
 
 def on_host(model: Decoder) -> Params:
-    """Shardings for weights read from disk: on the host, or on the first device if JAX has no CPU backend. An engine
-    moves weights from the host to its devices piece by piece, and frees its old weights meanwhile."""
+    """Shardings for weights read from disk: on the host, from which an engine moves them piece by piece, freeing its
+    old weights meanwhile, or on the first device if JAX has no CPU backend."""
     try:
         place = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS=cuda
@@ -114,13 +111,10 @@ def split_layers(
     old: LayerParams | None,
 ) -> LayerParams:
     """Returns the weights `params` (`models.split`) by layers, cast to `dtype` (None: not cast), when all copies are
-    complete.
-
-    `stacked` has the shardings of complete stacks on the engine's devices, `whole` the shardings of the result. Weights
-    of layers are copied; in those of `matrices`, output axes come first. Any other array is shared if its dtype and
-    sharding are right already. Each weight is dropped from `old` before its replacement is made, so that only about
-    `TOGETHER` bytes, or one larger weight, are on the devices twice.
-    """
+    complete. `stacked` has the shardings of complete stacks on the engine's devices, `whole` those of the result.
+    Weights of layers are copied; in those of `matrices`, output axes come first. Any other array is shared if its dtype
+    and sharding are right already. Each weight is dropped from `old` before its replacement is made, so that only about
+    `TOGETHER` bytes, or one larger weight, are on the devices twice."""
     stacks = {kind: layers for kind, layers in whole.items() if isinstance(layers, list)}
     places, targets = by_path(stacked), by_path({**whole, **{kind: layers[0] for kind, layers in stacks.items()}})
     by_kind: dict[str, list[dict[tuple, jax.Array]]] = {kind: [{} for _ in layers] for kind, layers in stacks.items()}
@@ -193,8 +187,7 @@ def _forget(params: LayerParams, path: tuple) -> None:
 def _copied(
     weights: dict[tuple, jax.Array], stacks: tuple[str, ...], matrices: tuple[tuple[tuple, int], ...]
 ) -> dict[tuple, jax.Array | tuple[jax.Array, ...]]:
-    """A copy of each weight; a weight of layers gets one copy for each layer. Copies of `matrices` have their output
-    axes first."""
+    """A copy of each weight, or of each layer of it; copies of `matrices` have their output axes first."""
     inputs = dict(matrices)
 
     def copy(path: tuple, x: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
@@ -239,9 +232,9 @@ def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tup
 
 @dataclasses.dataclass(frozen=True)
 class EngineLayout:
-    """The devices that one engine computes on, and the way its arrays lie on them. An axis of `CUT` is cut into parts.
-    Their number is the largest power of two that divides the axis and is at most the number of devices. If there
-    are fewer parts than devices, each part lies on several devices."""
+    """The devices that one engine computes on, and the way its arrays lie on them. An axis of `CUT` is cut into as many
+    parts as the largest power of two that divides it and is at most the number of devices; with fewer parts than
+    devices, each part lies on several. Raises EngineError unless there are 1, 2, 4, ... different devices."""
 
     devices: tuple[Device, ...]
 
@@ -251,14 +244,12 @@ class EngineLayout:
             raise EngineError(f"an engine computes on 1, 2, 4, ... different devices, not on {list(self.devices)}")
 
     @staticmethod
-    def of(devices: Sequence[Device] | None) -> EngineLayout:
-        """The layout on `devices` (None: on this process's first device). Raises EngineError unless there are 1, 2, 4,
-        ... different devices."""
+    def of(devices: Sequence[Device] | None) -> "EngineLayout":
+        """The layout on `devices` (None: on this process's first device)."""
         return EngineLayout(tuple(jax.local_devices()[:1] if devices is None else devices))
 
     def weights(self, model: nnx.Module, *, stacked: bool = True) -> Params:
-        """Shardings in the structure of the model's parameters; the model may be abstract. Without `stacked`, the model
-        is a stack of layers, and the shardings are those of the weights of one layer."""
+        """Shardings in the structure of the model's parameters; without `stacked`, those of one layer of a stack."""
 
         def sharding(_: tuple, variable: nnx.Variable) -> Sharding:
             spec: WeightSpec = variable.get_metadata("spec")
@@ -275,9 +266,8 @@ class EngineLayout:
         return self._sharding(0, 1)
 
     def rows(self, text: TextConfig) -> tuple[Sharding, ...]:
-        """The shardings of keys and values, and of the two arrays of states if layers have states. Keys and values
-        are `[L, C, K, S, H]` in the cache and `[L, B, K, T, H]` in a prefill, states `[L, B, V, H, J]` and
-        `[L, B, 3, X]`."""
+        """The shardings of keys and values (`[L, C, K, S, H]` in the cache, `[L, B, K, T, H]` in a prefill), and of the
+        states of layers, if they have any (`[L, B, V, H, J]` and `[L, B, 3, X]`)."""
         heads = self._sharding(2, text.num_kv_heads)
         if text.delta is None:
             return heads, heads

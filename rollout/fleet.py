@@ -44,9 +44,9 @@ class Fleet(FleetState):
     def add_seats(
         self, members: Sequence[LocalServer | str], count: int = 0, name: str = "server"
     ) -> list[FleetEngine]:
-        """Adds seats and their servers, before the fleet starts. A member is a process that the fleet will start, or
-        the address of a server that somebody else starts. There are `count` seats, or one for each server if `count` is
-        0. Server `i` belongs to seat `i % count`; its name is `name` and a number. Raises EngineError without seats."""
+        """Adds `count` seats (0: one for each server) and their servers, before the fleet starts. A member is a process
+        that the fleet will start, or the address of a server that somebody else starts. Server `i` belongs to seat
+        `i % count`; its name is `name` and a number. Raises EngineError without seats."""
         names = (f"{name} {number}" for number in itertools.count())
         seats = [FleetEngine(self, number, names) for number in range(count or len(members))]
         if not seats:
@@ -64,8 +64,7 @@ class Fleet(FleetState):
         return server
 
     def start(self) -> None:
-        """Starts the servers, unless they are started; `call` does this, too. Raises EngineError if the fleet is
-        closed."""
+        """Starts the servers, as `call` does, too. Raises EngineError if the fleet is closed."""
         with self._lock:
             if self._closed:
                 raise EngineError("the fleet is closed")
@@ -100,16 +99,15 @@ class Fleet(FleetState):
         await self._loop.shutdown_default_executor()
 
     async def ready(self) -> None:
-        """Returns when each server is up or has to wait until its seat wakes. After `options.start_seconds`, raises
-        EngineError, which says why the remaining servers are not up."""
+        """Returns when each server is up or has to wait until its seat wakes. Raises EngineError, which says why some
+        are not, after `options.start_seconds`."""
         if not await self.until(lambda: all(s.up or s.waits for s in self.members), self.options.start_seconds):
             raise EngineError("; ".join(server.state() for server in self.members if not (server.up or server.waits)))
 
     # --- membership -----------------------------------------------------------------------------
 
     def join(self, member: LocalServer | str) -> str:
-        """Adds a server, at an address or to be started, to the seat that has the fewest servers, and returns the
-        server's name. The server gets requests once it has weights."""
+        """Adds a server, at an address or to be started, to the seat with the fewest servers; returns its name."""
         with self._lock:
             self.start()
             server = self._add(member, min(self.seats, key=lambda seat: len(seat.servers)))
@@ -117,8 +115,7 @@ class Fleet(FleetState):
         return server.name
 
     def leave(self, name: str) -> None:
-        """Removes a server, and ends it if the fleet started it. Its samples continue on other servers. Raises
-        EngineError for an unknown name."""
+        """Removes a server, and ends it if the fleet started it. Raises EngineError for an unknown name."""
         self.call(self._leave, name).result()
 
     async def _leave(self, name: str) -> None:
@@ -164,10 +161,10 @@ def in_fleet(order: Order) -> Order:
 
 
 class FleetEngine(Seat):
-    """A seat of a fleet as a `rollout.engine.Engine`. Orders to the engine reach only the servers of its seat; its
-    requests may also run on servers of other seats. The tokens of a sample come in one chunk, when the sample has
-    ended. A seed gives the same tokens again on `rollout.serve`, but not on SGLang. `devices` are the devices of this
-    process that the seat's servers share. `names` yields the names of new servers."""
+    """A seat of a fleet as a `rollout.engine.Engine`. Orders reach only the servers of the seat; requests may also run
+    on servers of other seats. The tokens of a sample come in one chunk, when it has ended. A seed gives the same tokens
+    again on `rollout.serve`, but not on SGLang. `devices` are the devices of this process that the seat's servers
+    share. `names` yields the names of new servers."""
 
     def __init__(self, fleet: Fleet, number: int, names: Iterator[str]) -> None:
         super().__init__(number)
@@ -227,9 +224,8 @@ class FleetEngine(Seat):
 
     @in_fleet
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
-        """Brings the seat's servers to these weights; sleeping servers wake. A server that can't take the weights is
-        lost, and gets them when it comes back. Raises WeightsMismatch if a server holds other weights afterwards, and
-        OSError if the disk has no room."""
+        """Brings the seat's servers to these weights; sleeping servers wake. A server that can't take them is lost.
+        Raises WeightsMismatch if a server holds other weights afterwards, and OSError if the disk has no room."""
         self.fleet.raise_fatal()
         self.wanted = await asyncio.to_thread(self.fleet.route.publish, version, params)
         self.asleep = False
@@ -259,9 +255,8 @@ class FleetEngine(Seat):
     @in_fleet
     async def sleep(self, *, weights: bool = True) -> None:
         """Frees the memory of the seat's servers, weights included. First waits for servers that are starting, which
-        would never come up if a training step took less time than a start. Then waits until samples of other seats have
-        ended on this seat's servers. No server of the seat starts until the seat wakes. Raises EngineError if samples
-        of this seat run."""
+        would never come up if a training step took less time than a start, and for samples of other seats. No server of
+        the seat starts until it wakes. Raises EngineError if samples of this seat run."""
         if self._running:
             raise EngineError(f"can't sleep: {self._running} samples are running; abort them first")
         fleet, starting = self.fleet, {server: server.restarts for server in self.servers if server.starting}

@@ -1,7 +1,5 @@
 """A request of a fleet: the request runs on a server, and continues on another server if the first is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import contextlib
@@ -96,9 +94,8 @@ class FleetJob:
 
     async def _choose_server(self) -> Server | None:
         """The usable server that lost the request least often; among equals the server of the session's last turn, then
-        a server of the seat, then the server with the fewest open samples. Waits until a server is usable. Returns None
-        if a sample is aborted meanwhile. Raises EngineError if an awake, unpaused seat has no usable server for
-        `start_seconds`."""
+        a server of the seat, then the one with the fewest open samples. Returns None if a sample is aborted meanwhile.
+        Raises EngineError if an awake, unpaused seat has no usable server for `start_seconds`."""
         seat, patience = self._seat, self._fleet.options.start_seconds
         deadline = time.monotonic() + patience
         while True:
@@ -119,8 +116,7 @@ class FleetJob:
             await self._fleet.news()
 
     def _home(self, least: int) -> Server | None:
-        """The server that has the conversation up to this turn. Returns None if the server is full and another server,
-        which has the `least` open samples, is not."""
+        """The server with the conversation so far; None if it is full and a server with `least` open samples is not."""
         homes = self._fleet.homes.get(self._request.session, {})
         home = homes.get(self._request.numbers[min(self.open)])
         return None if home is None or home.open >= self._fleet.limits.slots > least else home
@@ -196,9 +192,8 @@ class FleetJob:
             raise ServerError(f"{server!r} aborted {len(self.open)} samples, which nobody asked for")
 
     def _body(self, rids: Mapping[int, str], known: Collection[str], names: set[str]) -> wire.Json:
-        """The body for a server that gets `rids[i]` as the id of sample `i`. `known` and `names`: `wire.request_body`.
-        Pixels are included if the fleet has a `fetch`. Runs in another thread than the fleet's, since patches are many
-        bytes. Raises EngineError if `fetch` fails."""
+        """`wire.request_body`, with pixels if the fleet has a `fetch`. Runs in another thread than the fleet's, since
+        patches are many bytes. Raises EngineError if `fetch` fails."""
         fleet, request = self._fleet, self._request
         request = dataclasses.replace(request, prefix_ids=tuple(map(self._ids, range(request.n))))
         vision = request.prompt.vision

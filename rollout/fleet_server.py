@@ -68,8 +68,7 @@ class Seat:
 
 @dataclasses.dataclass(eq=False)
 class FleetState:
-    """The state that the parts of a fleet share: servers, and news of servers and seats. Only the fleet's thread may
-    change this state."""
+    """The state that the parts of a fleet share, and the fleet's thread changes: servers, news of them and of seats."""
 
     config: DecoderConfig
     limits: EngineLimits  # bounds of the requests of a server
@@ -169,8 +168,7 @@ class Server:
             self.busy.append((self._busy_since, time.perf_counter()))
 
     def busy_times(self) -> list[tuple[float, float]]:
-        """The last spans in which the fleet's samples ran on the server, in seconds of `time.perf_counter`. Any thread
-        may call this method."""
+        """The last spans in which the fleet's samples ran on the server, in seconds of `time.perf_counter`."""
         running = [(self._busy_since, time.perf_counter())] if self.open else []
         return [*self.busy.copy(), *running]
 
@@ -200,7 +198,7 @@ class Server:
 
     @property
     def rests(self) -> bool:
-        """Says whether the server holds no memory that the fleet could free: the server sleeps, is not started, or is
+        """Says whether the server holds no memory that the fleet could free: it sleeps, is not started, or is
         lost and was started by somebody else."""
         return self.asleep if self.up else self.waits or self.process is None
 
@@ -332,8 +330,8 @@ class Server:
                               f"{self.process.last_words()}")  # fmt: skip
 
     async def _look(self) -> None:
-        """Asks the server for its load. If there are doubts, also asks for the version of its weights, since somebody
-        else may have restarted the server. Raises ServerError for a wrong version."""
+        """Asks the server for its load and, if there are doubts, for the version of its weights, since somebody else
+        may have restarted the server. Raises ServerError for a wrong version."""
         doubts, holds, patience = self.doubts, self.holds, self._fleet.options.patience
         self.load = await self.client.load(patience)
         if doubts > self.cleared:
@@ -343,10 +341,9 @@ class Server:
             self.cleared = doubts
 
     def _check_silence(self, excused: bool) -> None:
-        """Raises ServerError if an attempt got no token for too long. If the server runs samples, the bound is
-        `start_seconds`, since first tokens may take long. Otherwise the bound is three times `patience`, since a server
-        may read hundreds of requests before it counts them. Time does not count if `excused`, or while samples wait at
-        the server."""
+        """Raises ServerError if an attempt got no token for too long: `start_seconds` if the server runs samples, since
+        first tokens may take long, else three times `patience`, since a server may read hundreds of requests before it
+        counts them. Time does not count if `excused`, or while samples wait at the server."""
         options = self._fleet.options
         most = options.start_seconds if self.load.get("running") else 3 * options.patience
         excused = excused or bool(self.load.get("waiting"))
@@ -381,8 +378,7 @@ class Server:
             self._fleet.fail(error)
 
     async def _bring(self) -> None:
-        """Brings the server to the weights of its seat and proves that it has them; then resumes or pauses the server.
-        If the seat sleeps, puts the server to sleep instead."""
+        """Brings the server to the weights of its seat and proves that it has them, or puts it to sleep."""
         seat = self.seat
         async with self.lock:
             while not seat.asleep:
@@ -419,8 +415,7 @@ class Server:
         self.holds = wanted
 
     async def _sleep(self) -> None:
-        """Has the server give memory back when its samples have ended. Raises ServerError if samples still run after
-        `patience` seconds."""
+        """Has the server give memory back when its samples have ended. Raises ServerError after `patience` seconds."""
         if self.asleep:
             return
         patience = self._fleet.options.patience

@@ -108,9 +108,8 @@ def arrange(text: str, images: Sequence[str], videos: Sequence[str]) -> tuple[st
 
 
 class TextStream:
-    """The text of a response as its tokens arrive, up to the first stop string of `stops`. Text that later tokens may
-    change is held back: bytes that are no complete character yet (`tokenizers.decoders.DecodeStream`), and an end that
-    may be the beginning of a stop string."""
+    """The text of a response as its tokens arrive, up to the first stop string. Text that later tokens may change is
+    held back: bytes that are no complete character yet, and an end that may be the beginning of a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
@@ -211,10 +210,9 @@ def _with_bounds(processor: Processor, options: argparse.Namespace) -> Processor
 def how_to_sample(
     folder: pathlib.Path, temperature: float | None = None, top_p: float | None = None, top_k: int | None = None
 ) -> SamplingParams:
-    """The sampling settings of a checkpoint folder; arguments that are not None replace the folder's settings. Values
-    that the generation_config.json leaves out are off: no top-k, no top-p, temperature 1. Without `do_sample: true`,
-    sampling is greedy unless `temperature` is given. Raises ValueError, which names the flag or the file, for
-    impossible values, and for a `top_p` or `top_k` argument with greedy sampling."""
+    """The sampling settings of a checkpoint folder; arguments that are not None replace them. Values that the
+    generation_config.json leaves out are off. Without `do_sample: true`, sampling is greedy unless `temperature` is
+    given. Raises ValueError, naming flag or file, for impossible values, and for a greedy `top_p` or `top_k`."""
     from .engine import SamplingParams
     from .requests import as_integer, as_number, checked_sampling
 

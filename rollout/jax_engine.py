@@ -62,10 +62,8 @@ class JaxEngine:
     after another.
 
     `slots` samples run at once, each with at most `max_sequence_tokens` of prompt and response. Their cache has
-    `kv_tokens` tokens. If `kv_tokens` is 0, the cache has as many tokens as all slots may need, in at most
-    `kv_fraction` of the device memory that is free before the first request. Devices that don't report free memory
-    count with `UNKNOWN_MEMORY` bytes. A round decodes `steps_per_sync` tokens of each sample; 0: a number that suits
-    devices and samples (`EngineLimits.pace`). `ahead` says whether turns are dispatched ahead (None: not on CPUs).
+    `kv_tokens` tokens; 0: as many as all slots may need, in at most `kv_fraction` of the device memory (or of
+    `UNKNOWN_MEMORY`) that is free before the first request. `steps_per_sync` and `ahead`: see `EngineLimits.pace`.
     `compute_dtype` casts new weights (None: weights keep their dtype). `devices` compute together: 1, 2, 4, ... of this
     process; None: its first device. `model` may be abstract; the first `update_weights` then brings the weights. A
     model with Gated DeltaNet keeps `kept_states` states between the turns of sessions (0: turns compute their history).
@@ -118,9 +116,8 @@ class JaxEngine:
     # --- requests -------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest) -> TokenStream:
-        """Queues the request at once (not at the first `await`) and returns the stream of its chunks. Raises
-        EngineError for a request that can't be served (`rollout.requests`), which then leaves no trace. Closing,
-        cancelling or dropping the stream aborts the request."""
+        """Queues the request at once (not at the first `await`) and returns the stream of its chunks, whose closing,
+        cancelling or dropping aborts the request. Raises EngineError for a request that can't be served."""
         self._attach()
         if not self.has_weights:
             raise EngineError("the engine has no weights: call update_weights first")
@@ -159,8 +156,7 @@ class JaxEngine:
             self._device.compiling[decode_program(batch)] = compiling
 
     async def abort(self, rid: str) -> None:
-        """Returns when the slots are free. Streams still get the tokens of turns in flight, before the `ABORT`. Returns
-        at once, and changes nothing, if no sample of this id is open."""
+        """Returns when the slots are free. Streams still get the tokens of turns in flight, before the `ABORT`."""
         self._attach()
         if self._scheduler.mark_aborted(rid):
             async with self._between_turns():
@@ -185,9 +181,8 @@ class JaxEngine:
     # --- weights and memory ---------------------------------------------------------------------
 
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
-        """Serves `params` from the next token on. Raises EngineError for weights that do not fit
-        (`DeviceState.update`); the old weights then stay. An update that fails later (no memory) loses all weights and
-        requests."""
+        """Raises EngineError for weights that do not fit (`DeviceState.update`); the old weights then stay. An update
+        that fails later (no memory) loses all weights and requests."""
         async with self._between_turns():
             try:
                 await self._in_thread(self._device.update, params)
@@ -199,8 +194,7 @@ class JaxEngine:
             self._scheduler.invalidate()
 
     async def disk_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Returns (name, tensor) of every weight that is served (`DeviceState.disk_tensors`). Each tensor is copied to
-        the host when the iterator reaches it. Any thread may iterate."""
+        """`DeviceState.disk_tensors`, each copied to the host when the iterator reaches it. Any thread may iterate."""
         async with self._between_turns():
             return self._device.disk_tensors()
 
@@ -457,8 +451,7 @@ async def generate_once(
     on_chunk: Callable[[TokenChunk], bool] = lambda chunk: False,
 ) -> TokenChunk:
     """Returns the complete response to one prompt, from a new engine, which copies the layers of `model`. `on_chunk`
-    gets each chunk, and ends the response after this chunk by returning True. Raises EngineError for a request that
-    the engine refuses, or a model that computes no finite log-probs."""
+    gets each chunk, and ends the response by returning True. Raises EngineError as the engine does."""
     room = doubling(len(prompt) + sampling.max_new_tokens, LEAST_CACHE)
     engine = JaxEngine(model, slots=1, max_sequence_tokens=room)
     del model

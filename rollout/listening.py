@@ -30,8 +30,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_status(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
-    """Runs a command. Returns 0, or 2 after one line on stderr if the command raises ValueError, OSError or
-    EngineError."""
+    """Runs a command. Returns 0, or 2 after one line on stderr for a ValueError, OSError or EngineError."""
     try:
         run(options)
     except (ValueError, OSError, RuntimeError) as error:
@@ -94,8 +93,8 @@ def is_loopback(host: str) -> bool:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that is bound but does not listen yet, so that clients are refused until the server is ready. Raises
-    ValueError, which names the flags."""
+    """A socket that does not listen yet: clients are refused until the server is ready. Raises ValueError, which names
+    the flags."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,11 +1,8 @@
 """Processes of this machine that a run starts, rollout servers above all: command, port, log, and end.
 
 A process that outlives the run would keep its GPU. This file is therefore a program, too: on Linux, it binds its
-process to the thread that started it, then becomes the command in its arguments. On other systems, a process may
-outlive the run.
+process to the thread that started it, then becomes the command in its arguments.
 """
-
-from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -26,8 +23,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class LocalProcess:
-    """Starts commands, one after the other, and appends their output to `log`. On Linux, a command ends with the
-    thread that started it."""
+    """Starts commands, one after the other, and appends their output to `log`; see `bind`."""
 
     def __init__(self, log: pathlib.Path) -> None:
         self.log = log

@@ -1,7 +1,5 @@
 """The arrays (as shapes) and the lowered programs of an embedded engine, for devices that need not exist."""
 
-from __future__ import annotations
-
 import collections
 import functools
 from collections.abc import Sequence
@@ -64,12 +62,9 @@ class EngineArrays:
 
     def lowered(self, prompt: ModelInput, begun: Sequence[int] = ()) -> dict[str, jax.stages.Lowered]:
         """The programs that need the most memory, by name, not compiled yet. `prompt` is the longest prompt. `prefill`
-        takes as many copies of the prompt as one call may have, or the last chunk of a sequence if this chunk has more
-        attention scores. `features` takes the largest group of frame pairs, if the vision tower computes by groups.
-        `decode` takes all slots.
-
-        `begun` are numbers of response tokens that are prefilled with the prompt, as after the loss of a cache.
-        """
+        takes as many copies of it as one call may have, with `begun` tokens of responses behind them, as after the loss
+        of a cache, or the last chunk of a sequence if this chunk has more attention scores. `features` takes the
+        largest group of frame pairs, if the vision tower computes by groups. `decode` takes all slots."""
         from .prompt_pixels import FeatureWork, PromptFeatures
 
         limits, programs = self._state.limits, self._state.programs

@@ -6,11 +6,7 @@ and once more if a sample has a top-k or top-p.
 A round of decoding writes the keys and values of each new token into pages of the donated cache, and attention reads
 the pages in place (`sharding.kernels.paged`). The loop over tokens never copies the cache. States of layers are
 gathered, carried through the loop, and scattered after the loop.
-
-Every slot samples its tokens with its own parameters. `engine.SamplingParams` says of which distribution log-probs are.
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -58,9 +54,8 @@ class Starts:
 
 
 class EnginePrograms:
-    """The compiled programs of one architecture. `programs` gives engines of equal settings the same object. `rows` are
-    the shardings of the cache's arrays and of a prefill's rows, if several devices compute together. All programs keep
-    these shardings, so that a cache can be donated. The compiler chooses all other shardings."""
+    """The compiled programs of one architecture. `rows` are the shardings of the cache's arrays and of a prefill's
+    rows, if several devices compute together. All programs keep them, so that a cache can be donated."""
 
     walk = Walk()
 
@@ -194,9 +189,8 @@ class EnginePrograms:
     def _decode(
         self, params: LayerParams, cache: KVCache, last_N: Int[Array, " N"], batch: DecodeRound
     ) -> tuple[KVCache, Int[Array, " N"], Int[Array, "B R"], Float[Array, "B R"], Int[Array, " B"]]:
-        """Decodes up to `batch.steps` tokens for each sample. Returns (cache, last tokens of all slots, new tokens,
-        log-probs, each sample's number of new tokens). A sample ends at a stop id (counted) or at its limit; the round
-        ends with the last sample or after the steps."""
+        """Decodes up to `batch.steps` tokens for each sample, which ends at a stop id (counted) or at its limit.
+        Returns (cache, last tokens of all slots, new tokens, log-probs, each sample's number of new tokens)."""
         model, layers = model_by_layers(self.graphdef, params)
         text = model.config.text
         B, room = len(batch.slot_B), batch.longest
@@ -300,9 +294,9 @@ def sample(
     index_B: Int[Array, " B"],
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """Returns (sampled tokens, their log-probs). Forbidden ids are removed first, then all but the `top_k` most
-    probable tokens. Of the rest, only the most probable tokens stay, just enough for a total renormalised probability
-    of `top_p`. Equal logits rank by token id. The remaining token with the largest sum of logit and Gumbel
-    noise is sampled. `index_B` is the token's index in its response."""
+    probable tokens, then all but the most probable of these with a total renormalised probability of just `top_p`.
+    Equal logits rank by token id. The token with the largest sum of logit and Gumbel noise is sampled. `index_B` is the
+    token's index in its response."""
     greedy_B = params.temperature_B == 0
     temperature_B = jnp.where(greedy_B, 1.0, params.temperature_B)
     logits_BV = logits_BV.astype(jnp.float32) / temperature_B[:, None]
@@ -354,8 +348,7 @@ def _sample_sorted(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: A
 
 
 def _sample_candidates(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: Array) -> tuple[Array, Array]:
-    """Returns (the tokens that `_sample_sorted` would return, found among the `CANDIDATES` most probable tokens; for
-    each slot, whether these candidates suffice)."""
+    """(The tokens of `_sample_sorted`, found among the `CANDIDATES` most probable; whether these suffice, by slot)."""
     logits_BC, ids_BC = jax.lax.top_k(logits_BV, CANDIDATES)  # equal logits rank by token id here, too
     noise_BC = jnp.take_along_axis(noise_BV, ids_BC, axis=-1)
     rank_C = jnp.arange(CANDIDATES)[None, :]

@@ -1,13 +1,9 @@
 """The pixels of an engine's prompts: fetched while the device computes, and turned into features.
 
-Each turn of the engine fetches the pixels of its prompts, and begins to fetch those of the next turn.
-
 A prompt with too many patches for one program is computed in groups of frame pairs. Attention of the vision tower never
 leaves a frame pair, so features do not depend on the frame pairs that are computed together. Features stay on the
 device while the prompt is prefilled.
 """
-
-from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
@@ -39,8 +35,7 @@ class FetchedPixels:
         self._threads = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="rollout-pixels")
 
     def expect(self, tensors: Iterable[ShadowTensor]) -> None:
-        """Announces all tensors that `take` will get, in this order, and begins to fetch the first tensors. Drops the
-        fetched patches of all other tensors."""
+        """Announces all tensors that `take` will get, in order, and begins to fetch them. Drops all other patches."""
         self._wanted = deque(tensors)
         wanted = {tensor.elsewhere for tensor in self._wanted}
         for rows in self._held.keys() - wanted:
@@ -90,8 +85,8 @@ class FrameGroup(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class PromptFeatures:
-    """The features of one prompt, computed group by group. The device fills in `rows`, `[size, width of a feature]`.
-    Each group has rows for its padding, too, so that groups may be computed in any order."""
+    """The features of one prompt, `rows` `[size, width of a feature]`, computed group by group. Each group has rows for
+    its padding, too, so that groups may be computed in any order."""
 
     vision: VisionInput
     merge_unit: int
@@ -101,7 +96,7 @@ class PromptFeatures:
     rows: Array | None = None
 
     @staticmethod
-    def of(prompt: ModelInput, merge_unit: int, most: int) -> PromptFeatures:
+    def of(prompt: ModelInput, merge_unit: int, most: int) -> "PromptFeatures":
         """Divides a prompt into groups of at most `most` patches, or of one larger frame pair."""
         assert prompt.vision is not None
         edges = [edge for edge in prompt.frame_edges if edge % merge_unit == 0]  # a feature is never divided

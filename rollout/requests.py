@@ -1,8 +1,7 @@
 """The two ends of a request: the check before the scheduler accepts it, and the stream that its consumer reads.
 
 A request is checked completely before it is accepted, so that a refusal leaves no trace. `checked` returns the request
-in plain types (Python's numbers, tuples, int32 and float32 arrays), which later code need not check. A request ends
-when its stream is closed, cancelled or dropped.
+in plain types (Python's numbers, tuples, int32 and float32 arrays), which later code need not check.
 """
 
 from __future__ import annotations
@@ -65,9 +64,9 @@ class EngineLimits:
 
     @staticmethod
     def pace(device: Any, steps_per_sync: int, ahead: bool | None = None) -> dict[str, Any]:
-        """The fields that depend on the device. `ahead=None` becomes True, but False on a CPU, whose cores are the
-        host's, too. If `steps_per_sync` is 0, a round has 4 tokens for each sample while samples wait. While none
-        waits, it has up to `LONGEST_ROUND` with `ahead`, or up to `LONGEST_KNOWN` without."""
+        """The fields that depend on the device. Turns are dispatched `ahead`, unless told otherwise, but not on a CPU,
+        whose cores are the host's, too. A round has `steps_per_sync` tokens for each sample, or (0) 4 while samples
+        wait, and up to `LONGEST_ROUND` with `ahead`, or up to `LONGEST_KNOWN` without, while none waits."""
         ahead = device.platform != "cpu" if ahead is None else ahead
         longest = steps_per_sync or (LONGEST_ROUND if ahead else LONGEST_KNOWN)
         return {"steps_per_sync": steps_per_sync or 4, "longest_round": longest, "ahead": ahead}
@@ -289,8 +288,7 @@ def _shown(value: Any) -> str:
 
 
 class Mailbox:
-    """Chunks on their way to one consumer. The engine holds no stream, so Python collects a dropped stream; this aborts
-    the stream's request."""
+    """Chunks on their way to one consumer. The engine holds no stream, so that dropping it aborts the request."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()

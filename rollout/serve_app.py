@@ -2,8 +2,7 @@
 
 Paths, keys and meanings are those of SGLang 0.5.23, as far as rollouts need them. Media come as the trainer's patches
 (`rollout.wire`), not as files. An update of weights does not wait for running samples, which continue under the new
-weights. Versions are numbers. The text of a reply comes with its last token. All routes run on the engine's event loop;
-threads read the JSON and media of `/generate`.
+weights. Versions are numbers. The text of a reply comes with its last token.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ MEMORY = frozenset({"kv_cache", "weights", "cuda_graph"})  # the kinds of memory
 
 class RolloutServer:
     """The routes over one engine; `app` is the application. Weights from disk are cast to `dtype`, which the engine
-    serves. If there is a `token`, every route but `/health` requires it. `/model_info` and `/server_info` show
-    `info`."""
+    serves. Every route but `/health` requires the `token`, if any. `/model_info` and `/server_info` show `info`."""
 
     def __init__(
         self,
@@ -178,26 +176,22 @@ class RolloutServer:
 
     # --- state and settings of the server ---------------------------------------------------------
 
-    @property
-    def _version(self) -> int:
-        return self._engine.stats().version
-
     async def _model_info(self, request: Request) -> Response:
-        vision = self._config.vision is not None
-        info = {"is_generation": True, "has_image_understanding": vision, "weight_version": str(self._version)}
+        vision, version = self._config.vision is not None, str(self._engine.stats().version)
+        info = {"is_generation": True, "has_image_understanding": vision, "weight_version": version}
         return JSONResponse(self._info | info)
 
     async def _server_info(self, request: Request) -> Response:
-        device = self._engine.devices[0]
+        device, stats = self._engine.devices[0], self._engine.stats()
         info = {
             "version": SERVE_VERSION,
-            "max_running_requests": self._engine.stats().slots,
+            "max_running_requests": stats.slots,
             "max_total_tokens": self._engine.cache_usage.pages * PAGE_TOKENS,
             "device": device.platform,
             "device_kind": device.device_kind,
             "tp_size": len(self._engine.devices),
             "vocab_size": self._config.text.vocab_size,
-            "weight_version": str(self._version),
+            "weight_version": str(stats.version),
             "asleep": self._engine.asleep,
             "shadows": self._engine.shadows,
         }
@@ -291,8 +285,7 @@ class SampleAnswer:
 
 
 class Call(Response):
-    """The reply to a request to `/generate`. If the client leaves or the reply is cancelled, the samples end. The
-    answers are in `in_flight` until `close`."""
+    """The reply to a request to `/generate`, whose samples end with it. Answers are in `in_flight` until `close`."""
 
     def __init__(self, body: Body, engine: JaxEngine, processor: Processor, in_flight: dict[str, SampleAnswer]) -> None:
         super().__init__()

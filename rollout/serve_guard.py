@@ -1,7 +1,5 @@
 """The common parts of all servers that listen for the trainer: the token, answers to errors, `/health`."""
 
-from __future__ import annotations
-
 import hmac
 import json
 from collections.abc import Callable
@@ -37,8 +35,8 @@ def error_response(message: str, status: int) -> JSONResponse:
 
 
 class Guarded:
-    """Answers 401 to requests without the token, except GET /health, and closes their connections. Answers 413 to a
-    body of more than `most` bytes, without reading the rest. Answers 503 to all requests while the server stops."""
+    """Answers 401 to requests without the token, except GET /health, and closes their connections; 413 to a body of
+    more than `most` bytes, without reading the rest; 503 to all requests while the server stops."""
 
     def __init__(self, app: ASGIApp, token: str, stopping: Callable[[], bool], most: int = MOST) -> None:
         self._app, self._stopping, self._most = app, stopping, most

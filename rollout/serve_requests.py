@@ -1,11 +1,9 @@
 """Reads bodies of `POST /generate` as requests of the engine: bodies of `rollout.wire`, or plain bodies for SGLang.
 
-`read_body` reads the JSON of a body, and `requests_of` then reads the prompts with their patches; samples of the body
-can be aborted in between. Samples that differ only in their number and their tokens so far become one request, whose
-prompt is prefilled once. Any error in a body raises `wire.BadRequest`.
+`read_body` reads the JSON, `requests_of` then the prompts with their patches; samples can be aborted in between.
+Samples that differ only in their number and their tokens so far become one request, whose prompt is prefilled once. Any
+error in a body raises `wire.BadRequest`.
 """
-
-from __future__ import annotations
 
 import collections
 import dataclasses
@@ -76,8 +74,7 @@ def read_json_object(raw: bytes) -> Json:
 
 
 def read_body(raw: bytes, vocabulary: int, eos_ids: tuple[int, ...]) -> Body:
-    """Reads a body, but not the arrays of its media. A response ends at a token of `eos_ids` or of its
-    `stop_token_ids`; with `ignore_eos`, at neither."""
+    """Reads a body, but not the arrays of its media. Without `ignore_eos`, `eos_ids` end a response, too."""
     content = read_json_object(raw)
     _refuse_wishes("", content, READ)
     ids = content.get("input_ids")
@@ -167,9 +164,8 @@ def _object(name: str, value: Any) -> Json:
 def requests_of(
     body: Body, config: DecoderConfig, processor: Processor, kept: OrderedDict[str, np.ndarray]
 ) -> list[tuple[GenerateRequest, list[int]]]:
-    """The requests of a body, not checked by the engine yet, each with the indices of its samples in the body. Call
-    this function in a thread, since it reads the arrays of media. `kept` has the media of earlier turns
-    (`wire.completed`)."""
+    """The requests of a body, not checked by the engine yet, each with the indices of its samples in the body. Reads
+    arrays, and thus belongs in a thread. `kept` has the media of earlier turns (`wire.completed`)."""
     sent: dict[str, Json] = {}  # media whose patches are sent, by key; several samples may show one medium
     for field, media in (pair for sample in body.samples for pair in sample.media.items()):
         if "patches" in media:

@@ -1,10 +1,8 @@
 """The routes of a rollout server that change or check weights.
 
-A version comes from a folder of this host, from a folder that hosts share (`/pull_weights`, which only forks of SGLang
-have), or in buckets. Buckets take effect together, at the end: until then, the server serves the old weights.
+A version comes from a folder of this host, from one that hosts share (`/pull_weights`, which only forks of SGLang
+have), or in buckets, which take effect together, at the end.
 """
-
-from __future__ import annotations
 
 import asyncio
 import base64

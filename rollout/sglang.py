@@ -4,8 +4,6 @@ The client checks every reply: it compares ids, log-probs, versions and counts w
 events. A reply that does not fit raises `ServerError`, and so does a server out of reach.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -55,9 +53,9 @@ class SampleReply:
 
 
 class ServerClient:
-    """The routes of a server as methods, for one event loop. Call `close` at the end. Every request raises ServerError
-    if the server can't be reached, fails or takes too long (`CONTROL` seconds, or `UPDATE` for weights and `ask`).
-    Requests that the server refuses raise Refused. Both errors name address and route."""
+    """The routes of a server as methods, for one event loop. Call `close` at the end. A request raises ServerError if
+    the server can't be reached, fails or takes too long (`CONTROL` seconds, or `UPDATE` for weights and `ask`), Refused
+    if the server refuses it. Both errors name address and route."""
 
     def __init__(self, address: str, *, token: str = "") -> None:
         self.address = address.rstrip("/")
@@ -83,8 +81,7 @@ class ServerClient:
         await self._order("/end_session", {"session_id": session})
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops generating. `abort` ends running samples; `retract` drops their cache, so that it is computed again;
-        `in_place` keeps their cache. Requests sent meanwhile wait."""
+        """Stops generating: `abort` ends running samples, `retract` drops their cache, `in_place` keeps it."""
         await self._order("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -120,8 +117,7 @@ class ServerClient:
         return str(answer.get("model_path", local)) if isinstance(answer, dict) else local
 
     async def checksums(self) -> list[Mapping[str, str]]:
-        """The checksums of the tensors that each rank of the server holds, in the order of the tensor-parallel
-        ranks."""
+        """The checksums of the tensors that each tensor-parallel rank of the server holds, in order."""
         answer = await self._order("/weights_checker", {"action": "checksum"}, seconds=UPDATE)
         try:
             ranks = sorted(answer["ranks"], key=_tensor_parallel_rank)
@@ -132,8 +128,7 @@ class ServerClient:
             raise ServerError(f"{self.address}/weights_checker: answers {str(answer)[:200]}") from None
 
     async def sleep(self) -> None:
-        """Frees the server's memory of weights and cache; the weights are lost. Raises EngineError if samples run:
-        SGLang would die."""
+        """Frees the memory of weights (lost) and cache. Raises EngineError if samples run: SGLang would die."""
         load = await self.load()
         if samples := load["running"] + load["waiting"]:
             raise EngineError(f"{self.address}: can't sleep, {samples:g} samples are running; abort them first")
@@ -203,10 +198,10 @@ class ServerClient:
         version: int,
         accepted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[SampleReply]:
-        """Sends a body of `wire.request_body` and fills `replies`, one for each sample in order; yields each reply when
-        it ends. When the server begins its answer, empties the body, which may have many pixels, and calls `accepted`.
-        `version` is the version that the server has now. After a ServerError, `replies` hold the tokens that arrived;
-        in each reply, the first `len(versions)` tokens and their versions are final."""
+        """Sends a body of `wire.request_body` to a server that has `version`, and fills `replies`, one for each sample
+        in order; yields each reply when it ends. When the server begins its answer, empties the body, which may have
+        many pixels, and calls `accepted`. After a ServerError, the first `len(versions)` tokens of each reply, and
+        their versions, are final."""
         reader = _StreamReader(self.address, replies, body["sampling_params"], vocabulary, version)
         async with self._reach("POST", "/generate", body, None) as response:
             body.clear()

@@ -4,8 +4,6 @@ A page has room for `PAGE_TOKENS` tokens in every layer. Several samples may hol
 pages of its prompt. A page is free when no sample holds it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 from collections.abc import Sequence
@@ -44,8 +42,7 @@ def pages_for(tokens: int) -> int:
 
 
 class PagePool:
-    """Counts the holders of `total` pages, numbered from 0. Takes the lowest free pages first, so that equal histories
-    give equal pages."""
+    """Counts the holders of pages. Takes the lowest free pages first, so that equal histories give equal pages."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -106,8 +103,8 @@ def seed_words(seed: int) -> tuple[int, int]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeRound:
-    """Samples to decode. A row's first input is the sample's last token, which the device keeps by slot. The cache does
-    not have this token yet. If the device found that a sample has ended, the sample's row does nothing."""
+    """Samples to decode. A row's first input is the sample's last token, which the device keeps by slot, and the cache
+    does not have yet. The row of a sample that has ended does nothing."""
 
     pages_BC: Int[AnyArray, "B C"]  # pages of each sample, filled up with pages out of range
     steps: Int[AnyArray, ""]  # the most tokens that a sample gets in this round
@@ -172,8 +169,7 @@ class SlotTable:
         return self.produced_N + self.unread_N
 
     def wanted_pages(self, slots_B: np.ndarray, steps: int) -> np.ndarray:
-        """The pages that each slot's sample needs for `steps` more tokens, or up to its limit. The last token's
-        keys and values are not cached."""
+        """The pages of each slot's sample with `steps` more tokens, or up to its limit; the last is not cached."""
         tokens_B = self.tokens_N[slots_B] + steps
         entries_B = np.minimum(tokens_B, self.limit_N[slots_B]) + self.prompt_N[slots_B] - 1
         return -(-entries_B // PAGE_TOKENS)
@@ -209,8 +205,8 @@ class SlotTable:
         )
 
     def round(self, slots_B: np.ndarray, size: int, steps: int, longest: int) -> DecodeRound:
-        """The input of the decode program for a round of `steps` tokens, filled up to `size` rows that do nothing.
-        Shapes depend on `longest`, not on `steps`, so that one program serves all rounds."""
+        """The input of the decode program for a round of `steps` tokens, filled up to `size` rows that do nothing. One
+        program serves all rounds of at most `longest` tokens."""
         padding = size - len(slots_B)
         tokens_B = self.tokens_N[slots_B]
 

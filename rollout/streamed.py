@@ -5,8 +5,6 @@ caller may let other programs have the device (`rollout.streamed_judge`). Of `L`
 streamed, so that `L // S` layers compute while a streamed layer travels.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -47,20 +45,18 @@ Step: TypeAlias = Callable[[Params | Parts, Parts, jax.Array, int], tuple[jax.Ar
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSpeed:
-    """The operations, bytes of memory and bytes of the link to the host that a device handles in a second. The defaults
-    are an H100 SXM's: compute as in the cost model, memory from its data sheet, and 80 % (assumed) of the 63 GB/s that
-    PCIe 5.0 x16 has in one direction."""
+    """Operations, and bytes of memory and of the link to the host, in a second; by default of an H100 SXM."""
 
     flops: float = LINEAR_UTILISATION * PEAK_FLOPS
-    memory_bytes: float = 3.35e12
-    link_bytes: float = 0.8 * 63e9
+    memory_bytes: float = 3.35e12  # by its data sheet
+    link_bytes: float = 0.8 * 63e9  # assumed share of what PCIe 5.0 x16 has in one direction
 
     def __post_init__(self) -> None:
         if not all(0 < value < math.inf for value in dataclasses.astuple(self)):
             raise EngineError(f"all numbers of a DeviceSpeed must be positive and finite: {self}")
 
     def compute_seconds(self, text: TextConfig, rows: int, tokens: int, context: int, layer_bytes: int) -> float:
-        """The seconds of one layer over `rows` rows of `tokens` tokens. A token sees half of its row and all `context`
+        """The seconds of one layer over `rows` rows of `tokens` tokens, which see half of their row and all `context`
         tokens before it. The layer reads its weights once, however few tokens there are."""
         heads = text.num_heads * text.head_dim * len(text.attention_layers) / text.num_layers
         flops = 2 * layer_weights(text) + 4 * heads * (tokens / 2 + context)
@@ -74,12 +70,10 @@ class StreamedModel:
     """A text model, or the decoder of a model with vision, on `device` of this process; None: its first device.
 
     `resident` layers stay on the device. If `resident` is None, `resident_layers` chooses the number for each batch, by
-    `pace` and the free memory that the device reports. A device without a report (a CPU) counts as large enough. A
-    batch has at most `batch_tokens` (rows x row length), or a single prompt. `compute_dtype` casts the weights; without
-    it all layers must have one dtype. The host holds the layers once, in pinned memory.
-
-    One batch runs at a time; one thread after another may use the model. Raises EngineError for settings that the model
-    or the device can't have.
+    `pace` and the free memory that the device reports; without a report (a CPU), all fit. A batch has at most
+    `batch_tokens` (rows x row length), or a single prompt, and runs alone. `compute_dtype` casts the weights; without
+    it all layers must have one dtype. The host holds the layers once, in pinned memory. Raises EngineError for settings
+    that the model or the device can't have.
     """
 
     def __init__(
@@ -122,9 +116,9 @@ class StreamedModel:
         self._first: Parts = ()  # the first streamed layer, with which the next pass begins
 
     @staticmethod
-    def load(path: str | os.PathLike[str], **settings: Any) -> StreamedModel:
-        """The model in a checkpoint folder, loaded through host memory. `settings` are the arguments of the class.
-        During the call, the host holds the weights twice. Also raises the errors of `models.load`."""
+    def load(path: str | os.PathLike[str], **settings: Any) -> "StreamedModel":
+        """The model in a checkpoint folder, with `settings` of the class. During the call, the host holds the weights
+        twice. Also raises the errors of `models.load`."""
         return StreamedModel(models.load(path, shardings=on_host), **settings)
 
     def _pinned(self, kind: str, stacks: dict[tuple, np.ndarray], entry: int) -> Parts:
@@ -219,8 +213,8 @@ class StreamedModel:
     def _batches(
         self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
     ) -> Iterator[tuple[list[int], PrefillBatch]]:
-        """Yields (numbers of some prompts, the batch of these prompts). Each prompt has a row, with all `responses`
-        behind the prompt. Prompts of similar lengths share a batch, the shortest first."""
+        """Yields (numbers of some prompts, their batch). Each prompt has a row, with all `responses` behind it. Prompts
+        of similar lengths share a batch, the shortest first."""
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         behind = tuple(np.asarray(response, np.int32) for response in responses)
         prefixes = [Prefix(text_input(prompts[index]), behind) for index in order]
@@ -230,8 +224,7 @@ class StreamedModel:
     # --- passes through the layers ----------------------------------------------------------------
 
     def _prefill(self, inputs: PackedTokens, kept: list[Kept], room: int = 0) -> Work[jax.Array]:
-        """Returns the hidden states after all layers. With `room` columns for a response, `kept` gets what each layer
-        keeps of the rows."""
+        """Returns the hidden states after all layers. With `room` columns for a response, fills `kept`."""
         rows, tokens = inputs.tokens_BT.shape
         self._settle(rows, tokens, room)
         x, rotary = self._programs.embed(self._outer, inputs.tokens_BT, inputs.positions_3BT)
@@ -345,8 +338,8 @@ def _projections(text: TextConfig) -> int:
 
 def pass_bytes(text: TextConfig, rows: int, tokens: int, room: int, value_bytes: int) -> int:
     """Estimates the peak memory of a pass on the device in bytes, beside streamed and resident weights, if attention
-    stores no scores. The estimate counts hidden states, and one layer's projections, MLP and unpacked weights. With
-    `room` columns for a response, all layers' keys, values and states count, too."""
+    stores no scores: hidden states, one layer's projections, MLP and unpacked weights and, with `room` columns for a
+    response, all layers' keys, values and states."""
     width = 4 * text.hidden_size + _projections(text) + 3 * text.intermediate_size
     kept, states = 2 * len(text.attention_layers) * text.num_kv_heads * text.head_dim * (tokens + room), 0
     if (heads := text.delta) is not None:
@@ -361,8 +354,7 @@ def resident_layers(
 ) -> int:
     """The number of layers that stay on the device: the fewest with which all transfers hide, but no more than fit into
     `free_bytes`. A transfer hides behind `g = ceil(transfer_seconds / compute_seconds)` layers, so that one layer in
-    `g` can be streamed. If `g` is above PARTS, transfers can't be hidden. Then as many layers as fit are resident,
-    since each saves its transfer. Raises EngineError if not even the buffers fit."""
+    `g` can be streamed; if `g` is above PARTS, none can. Raises EngineError if not even the buffers fit."""
     if free_bytes >= layers * layer_bytes:
         most = layers
     else:
@@ -387,8 +379,7 @@ def streamed_places(layers: int, resident: int) -> tuple[int, ...]:
 
 def travel(layers: int, streamed: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
     """Returns, for each layer, (a streamed layer, the numbers of its parts that travel meanwhile). A streamed layer
-    travels while the streamed layer before it and all layers between the two compute. The first streamed layer travels
-    from the last one's start to the end of a pass, for the next pass."""
+    travels while the one before it and all layers between the two compute, the first one for the next pass."""
     plan: list[tuple[int, tuple[int, ...]]] = [(0, ())] * layers
     for start, following in zip(streamed, [*streamed, layers][1:], strict=True):
         gap = following - start

@@ -3,8 +3,6 @@
 The judge gets a share of the time, one layer after the other. It was not tried on a GPU (`docs/rewards.md`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import dataclasses
@@ -36,9 +34,8 @@ class _Asked:
 class StreamedJudge:
     """Answers calls from one event loop with `model`. Waiting calls that differ only in their prompts are computed
     together, since a pass takes as long for one prompt as for a few. `turns` runs each layer when the device is free
-    (`JaxEngine.between_turns`). If None, each layer runs immediately in the judge's thread. The judge computes for at
-    most `share` of the time: after a layer of `s` seconds it waits `s * (1 - share) / share`, while the engine has its
-    turns."""
+    (`JaxEngine.between_turns`); None: at once, in the judge's thread. The judge computes for at most `share` of the
+    time, and waits while the engine has its turns."""
 
     def __init__(self, model: StreamedModel, turns: Turns | None = None, share: float = 1.0) -> None:
         if not 0 < share <= 1:

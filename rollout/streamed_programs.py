@@ -1,11 +1,8 @@
 """The compiled programs of a layer-streamed model: embedding, one layer, log-probabilities and likeliest tokens.
 
 The program that computes a layer also brings parts of a later layer's weights from the host, so that the compiler sees
-both the transfer and the computation that hides it. Parts are flat arrays: XLA has two copies under way at a time, and
-with one array for each weight it waited for nearly all copies before it computed.
+the transfer and the computation that hides it. Parts are flat: XLA would wait for nearly all of many small copies.
 """
-
-from __future__ import annotations
 
 import functools
 import math
@@ -96,9 +93,8 @@ class StreamedPrograms:
     def _prefill(
         self, layer: Layer, upcoming: Parts, x: Array, rotary: Rotary, packing: Packing, *, room: int, kind: str
     ) -> tuple[Float[Array, "B T D"], Parts, Kept | None]:
-        """Computes a layer over packed rows. Returns (hidden states, `upcoming` on the device, what the layer keeps).
-        The layer keeps keys and values, with `room` free columns behind each row, or the state after each row's last
-        token. If `room` is 0, the layer keeps nothing (None)."""
+        """Computes a layer over packed rows. Returns (hidden states, `upcoming` on the device, what the layer keeps):
+        keys and values, with `room` free columns behind each row, or the state after its last token (None: no room)."""
         segments_BT, branches_BT, runs = packing
         attend_rows = packed_attention(segments_BT, branches_BT)
 

@@ -5,8 +5,6 @@
 with more sizes of the model and more points. Rates are the tokens of one engine in a second.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -27,8 +25,8 @@ class ProfileError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Rates of one engine on `degree` devices with `batch` samples at once: `prefill` of prompts of `length` tokens,
-    and `decode` of the tokens behind the prompts, in tokens a second (median)."""
+    """Median rates of one engine on `degree` devices with `batch` samples at once, in tokens a second: `prefill` of
+    prompts of `length` tokens, and `decode` of the tokens behind them."""
 
     degree: int
     batch: int
@@ -45,7 +43,7 @@ class Profile:
     points: tuple[Point, ...]
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> Profile:
+    def load(path: str | os.PathLike[str]) -> "Profile":
         """Reads a file. Raises ProfileError if it is missing, is no JSON, or has another version or too few fields."""
         try:
             read = json.loads(pathlib.Path(path).read_text())
@@ -65,10 +63,10 @@ class Profile:
             raise ProfileError(f"{path} is no profile of version {VERSION}: {wrong}") from error
 
     def best_degree(self, batch: int, length: int, devices: int) -> int:
-        """The degree at which the engines on `devices` devices together decode the most tokens a second, if these
-        engines divide `batch` samples of about `length` tokens between them. The smallest of equally fast degrees
-        counts. Rates between measured batches are interpolated on a logarithmic scale; the nearest measured length
-        counts. Raises ProfileError if no degree up to `devices` was measured."""
+        """The degree (the smallest of equally fast ones) at which the engines on `devices` devices together decode the
+        most tokens a second, if they divide `batch` samples of about `length` tokens between them. Rates are those of
+        the nearest length, interpolated between batches on a logarithmic scale. Raises ProfileError if no degree up to
+        `devices` was measured."""
         rates = {}
         for degree in sorted({point.degree for point in self.points if point.degree <= devices}):
             engines = devices // degree

@@ -1,18 +1,14 @@
 """Requests and replies as JSON of SGLang's native `/generate`, both ways: servers read the bodies that clients write.
 
-The samples of a request travel together as a batch. Sample `i` of the batch has its own prompt and prefix as
-`input_ids`, and its own `rid`. Its `custom_params` have the seed and number by which `rollout.serve` samples its
-tokens.
+The samples of a request travel together as a batch. Each has its own prompt and prefix as `input_ids`, its own `rid`,
+and in `custom_params` the seed and number by which `rollout.serve` samples its tokens.
 
 Media travel as the patches, grids and rotary positions that the trainer computes on. Patches are in raster order, as in
 Hugging Face's processors; prompts have expanded placeholders. `rollout.serve` reads this format (`FORMAT`), and so does
-SGLang with our extension (`rollout/sglang_plugin`). Only the first sample of a batch carries the patches; the other
-samples carry the key of the patches. In a conversation that goes on, only new pieces of the patches are sent
-(`completed`). An engine that fetches pixels itself gets tickets in place of patches (`SHADOW`), in the vision tower's
-window order.
+SGLang with our extension (`rollout/sglang_plugin`). Only the first sample of a batch carries the patches, the others
+their key. In a conversation that goes on, only new pieces of the patches are sent (`completed`). An engine that fetches
+pixels itself gets tickets in place of patches (`SHADOW`), in the vision tower's window order.
 """
-
-from __future__ import annotations
 
 import base64
 import hashlib
@@ -164,8 +160,7 @@ def _in_window_order(
     grids: Sequence[Grid],
     config: VisionConfig,
 ) -> ShadowTensor:
-    """The patches of the media that these runs of tokens show. Raises EngineError for patches in another order than
-    window order."""
+    """The patches of the media that these runs of tokens show. Raises EngineError unless they are in window order."""
     tensors = []
     for run, grid in zip(runs, grids, strict=True):
         rows = prompt.feature_index_T[run]
@@ -355,8 +350,7 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
 
 def sampling_of(params: Json, begun: int) -> SamplingParams:
     """`sampling_params` of a body, with SGLang's defaults. `max_new_tokens` then includes the `begun` prefix tokens.
-    Raises ValueError, naming the field, for settings that an embedded engine lacks, and for wrong types;
-    `requests.checked_sampling` checks the values."""
+    Raises ValueError, naming the field, for settings that an embedded engine lacks, and for wrong types."""
     bias = params.get("logit_bias") or {}
     if not isinstance(bias, dict) or not all(id.isdecimal() and len(id) < 10 for id in bias):
         raise ValueError("logit_bias must be an object with a value for each of its token ids")

@@ -5,8 +5,6 @@ devices that compute one sequence are a device group. `python benchmarks/calibra
 file that `CostModel.load` reads.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib
@@ -29,9 +27,7 @@ class CostError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ModelSizes:
-    """The sizes that a model's cost depends on. `value_bytes` is the size of an activation on the wire, 2 in bfloat16.
-    With `share_kv`, heads that a device group can't share evenly are filled up with zeros or copied (`deal_heads`);
-    otherwise a device has a fraction of a head."""
+    """The sizes that a model's cost depends on."""
 
     name: str
     layers: int  # layers with attention
@@ -48,8 +44,8 @@ class ModelSizes:
     vision_mergers: int = 1  # a merger gives a token as many numbers as the decoder is wide
     patch_values: int = 3 * 2 * 14 * 14  # numbers in a patch: channels x frames x height x width
     patches_per_token: int = 4
-    value_bytes: int = 2
-    share_kv: bool = True
+    value_bytes: int = 2  # of an activation on the wire
+    share_kv: bool = True  # heads that a device group can't share evenly are dealt (`deal_heads`), not divided
     other_flops: float = 0.0  # FLOPs of a token in layers without attention and in gates of attention
     state_layers: int = 0  # layers that mix tokens by a state
     state_bytes: float = 0.0  # bytes of a token in the all-to-alls of one such layer, without copies of heads
@@ -70,16 +66,15 @@ class ModelSizes:
         return 2.0 * (self.patch_values * self.vision_width + tower + self.vision_mergers * merger)
 
     def heads_of(self, degree: int) -> tuple[int, int]:
-        """Returns (query heads, KV heads) that travel to the `degree` devices of a device group and are computed there:
-        see `deal_heads`. Raises PlanError for a degree above the number of query heads."""
+        """(query heads, KV heads) that travel to `degree` devices and are computed there. Raises as `deal_heads`."""
         if not self.share_kv:
             return self.heads, self.kv_heads
         deal = deal_heads(self.heads, self.kv_heads, degree)
         return deal.local_queries * degree, deal.local_kv * degree
 
     def wire_bytes(self, degree: int) -> float:
-        """The bytes of a token in the all-to-alls of one layer's attention over `degree` devices: queries and output,
-        keys and values, including the bytes that stay on their device. Raises PlanError like `heads_of`."""
+        """The bytes of a token in the all-to-alls of one layer's attention over `degree` devices, those that stay on
+        their device included. Raises PlanError as `deal_heads` does."""
         return 2.0 * sum(self.heads_of(degree)) * self.head_size * self.value_bytes
 
 
@@ -99,9 +94,7 @@ class AttentionFit:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Seconds of an all-to-all: `alpha + sent * (per_byte + congestion * flying)`. `sent` are the bytes that a device
-    sends over this link, `flying` the bytes that the device group has under way at once. With `congestion`, the
-    time grows faster than the bytes."""
+    """Seconds of an all-to-all: `alpha + sent * (per_byte + congestion * flying)`; see `link_bytes`."""
 
     alpha: float
     per_byte: float
@@ -113,9 +106,8 @@ class Link:
 
 def link_bytes(total: Number, degree: int, node: int) -> tuple[Number, Number]:
     """Returns (sent, flying) of both all-to-alls of a layer, which have `total` bytes. `sent` are the bytes that a
-    device sends to the other devices of its device group, `flying` the bytes that all these devices send to each other.
-    In a device group wider than a node, `sent` counts bytes to other nodes only, since transfers within a node are
-    faster and run meanwhile."""
+    device sends to the other devices of its device group (to other nodes, if it is wider than a node: transfers within
+    a node are faster and run meanwhile), `flying` the bytes that all these devices send to each other."""
     receivers = degree - node if degree > node else degree - 1
     return total * receivers / degree**2, total * (degree - 1) / degree
 
@@ -145,9 +137,8 @@ class CostModel:
     fits: dict[str, dict[str, int | float]] = dataclasses.field(default_factory=dict)
 
     @staticmethod
-    def load(path: str | pathlib.Path, model: ModelSizes | None = None) -> CostModel:
-        """Reads a file; `model` replaces the file's model. Raises CostError, naming the path, if the file is missing or
-        is no cost model."""
+    def load(path: str | pathlib.Path, model: ModelSizes | None = None) -> "CostModel":
+        """Reads a file; `model` replaces the file's. Raises CostError, naming the path, if this is no cost model."""
         try:
             raw = json.loads(pathlib.Path(path).read_text())
             parts = {"model": ModelSizes(**raw["model"]), "attention": AttentionFit(**raw["attention"])}
@@ -163,7 +154,7 @@ class CostModel:
             raise CostError(f"{path}: this is no cost model: {type(error).__name__} {error}") from error
         return read.of(model) if model else read
 
-    def of(self, model: ModelSizes) -> CostModel:
+    def of(self, model: ModelSizes) -> "CostModel":
         """Returns the cost model of the same hardware for another model: FLOPs and bytes in proportion."""
         return dataclasses.replace(self, model=model)
 
@@ -171,8 +162,7 @@ class CostModel:
 
     def attention_seconds(self, length: Number, degree: int = 1) -> Number:
         """Seconds of one device's share of the attention of a sequence of `length` tokens on `degree` devices, with a
-        launch for this sequence alone in each layer. An array of lengths gives an array of seconds. Raises PlanError as
-        `ModelSizes.heads_of` does."""
+        launch for this sequence alone in each layer. Raises PlanError as `deal_heads` does."""
         length = np.asarray(length, float)
         return self._attention(length**2, length, degree)
 
@@ -206,14 +196,10 @@ class CostModel:
         self, plan: ShardPlan, *, train: bool = True, squares: Sequence[int | float] | np.ndarray | None = None
     ) -> float:
         """Seconds of all passes over a microbatch (forward, recomputed, backward), or with `train=False` of the forward
-        pass alone.
-
-        Each device has its attention, its linear work and the part of its all-to-alls that computation does not hide
-        (`_attention_ends`). The slowest device counts, because all devices gather the next layer's weights together.
-        `squares` gives each sequence's attention work: `length**2` unless several responses share a prompt.
-
-        Not included: the vision tower, gathering weights, reducing gradients, the optimizer, host work.
-        """
+        pass alone, of the slowest device. Each device has its attention, its linear work and the part of its
+        all-to-alls that computation does not hide (`_attention_ends`). `squares` gives each sequence's attention work:
+        `length**2` unless several responses share a prompt. Not included: the vision tower, gathering weights, reducing
+        gradients, the optimizer, host work."""
         lengths = np.array(plan.lengths, float)
         quadratic = lengths**2 if squares is None else np.asarray(squares, float)
         linear = self.linear_seconds(plan.memory())

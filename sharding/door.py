@@ -36,9 +36,8 @@ def later(beside: str, path: str) -> Callable[..., Any]:
 
 
 class ByName(Mapping[str, T], Generic[T]):
-    """The choices of a setting: `paths` maps the name of each choice to a module beside the module `beside`, or to a
-    module's attribute, `module:attribute`. `make(value, name)` turns the module or attribute into the choice when the
-    choice is first used."""
+    """The choices of a setting: `paths` maps the name of each choice to a module beside the module `beside`, or to its
+    attribute, `module:attribute`, which `make(value, name)` turns into the choice when that is first used."""
 
     def __init__(
         self, beside: str, paths: Mapping[str, str], make: Callable[[Any, str], T] = lambda value, name: value

@@ -2,13 +2,9 @@
 
 The target may differ from the device that traces the program. A mesh has one outer axis (replicas), then axes of
 size two. A sequence-parallel group of any power-of-two degree `p` is the product of the last `log2(p)` axes of size
-two, so that nested groups need no mesh of their own. FSDP shards over all axes at once.
-
-This module launches Triton kernels, through jax-triton, if the target can run them. Triton is imported, and its absence
-reported, only if the target is a GPU.
+two, so that nested groups need no mesh of their own. FSDP shards over all axes at once. This module also launches
+Triton kernels, which are imported, and their absence reported, only if the target is a GPU.
 """
-
-from __future__ import annotations
 
 import contextlib
 import contextvars
@@ -42,9 +38,8 @@ class MeshError(ValueError):
 
 
 def make_mesh(num_devices: int = 0, *, devices: Sequence[Device] | None = None) -> Mesh:
-    """A mesh `(replica, s{k-1}, ..., s1, s0)` over the first `num_devices` of `devices`. `num_devices=0` takes all of
-    `devices`, by default all devices that JAX sees. The size of the outer axis is the odd factor of the number of
-    devices (1 for 8, 3 for 6)."""
+    """A mesh `(replica, s{k-1}, ..., s1, s0)` over the first `num_devices` (0: all) of `devices`, by default all that
+    JAX sees. The size of the outer axis is the odd factor of the number of devices (1 for 8, 3 for 6)."""
     devices = jax.devices() if devices is None else devices
     if not devices:
         raise MeshError("a mesh needs at least one device, got an empty sequence")
@@ -101,7 +96,7 @@ class Target:
     capability: int = 0  # the compute capability of NVIDIA GPUs, 90 for 9.0; 0 for all other devices
 
     @staticmethod
-    def of(device: Device) -> Target:
+    def of(device: Device) -> "Target":
         """The target that describes `device`; a description of a device suffices, too."""
         version = re.fullmatch(r"(\d+)\.(\d)", str(getattr(device, "compute_capability", "")))  # AMD has gfx942, ...
         return Target(device.platform, 10 * int(version[1]) + int(version[2]) if version else 0)
@@ -115,8 +110,8 @@ _given: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target",
 
 
 def target() -> Target:
-    """Returns the target of `compiling_for`, or else of the first local device. If only one of this target
-    and the mesh in use is for GPUs, returns a target of the mesh's platform without capability."""
+    """The target of `compiling_for`, or else of the first local device. If only one of this target and the mesh in use
+    is for GPUs, a target of the mesh's platform without capability."""
     found = _given.get() or Target.of(jax.local_devices()[0])
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
@@ -144,9 +139,9 @@ def exact_products(dtype: DTypeLike) -> None:
 
 
 def runs_triton(*arrays: Array | jax.ShapeDtypeStruct, multiple: int = 1, most: int | float = math.inf) -> bool:
-    """Says, while a program is traced, whether a Triton kernel can compute with these arrays. A kernel can if the
-    target is an NVIDIA GPU of Ampere or later, jax-triton can be imported, all arrays are bfloat16 or all float32, and
-    the last dimension of the first array is a multiple of `multiple`, and at most `most`."""
+    """Says, while a program is traced, whether a Triton kernel can compute with these arrays: the target is an NVIDIA
+    GPU of Ampere or later, jax-triton can be imported, all arrays are bfloat16 or all float32, and the last dimension
+    of the first array is a multiple of `multiple`, and at most `most`."""
     device, width = target(), arrays[0].shape[-1]
     if not device.is_gpu or width % multiple or width > most or not _importable() or not _capable(device.capability):
         return False

@@ -1,9 +1,8 @@
 """Computes log-probabilities over the vocabulary in chunks of tokens: logits of all tokens never exist at once.
 
-Logits of 16k tokens over a vocabulary of 152k are 10 GB in float32 and their gradient as much again. Here a chunk's
-logits are computed, used and dropped. The backward pass computes the logits again, given the saved log-normaliser. On
-NVIDIA GPUs, the kernels of `kernels.head_kernels` compute instead (`docs/parallelism.md`, "Kernels and walks"); this
-module launches them.
+Logits of 16k tokens over a vocabulary of 152k are 10 GB in float32 and their gradient as much again. Here the backward
+pass computes a chunk's logits again, given the saved log-normaliser. On NVIDIA GPUs, the kernels of
+`kernels.head_kernels` compute instead (`docs/parallelism.md`, "Kernels and walks"); this module launches them.
 """
 
 import functools
@@ -31,16 +30,13 @@ def token_logprobs(
     temperature: float | Float[Array, "B T"] = 1.0,
     allowed_V: Bool[Array, " V"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """(log-probability of each target, entropy) under `softmax(hidden @ head.T / temperature)`.
-    `temperature` is a positive number for all tokens, or an array with a number for each token.
+    """(log-probability of each target, entropy) under `softmax(hidden @ head.T / temperature)`, float32, in nats,
+    differentiable in `hidden_BTD` and `head_VD`; products accumulate in float32 whatever the dtype of these two.
 
     `allowed_V` restricts the softmax to the tokens that an engine may sample. Otherwise probability would leak to
-    tokens that are never sampled, and no reward would take the probability back.
-
-    Results are float32 and in nats, differentiable in `hidden_BTD` and `head_VD`; products accumulate in float32
-    whatever the dtype of these two. `chunk` is the number of tokens whose logits exist at once; 0 chooses by V. If the
-    kernels compute (`chosen`), logits are never in memory, and at most about `chunk * V` gradients of logits at once.
-    Raises ValueError for a negative chunk, or a single temperature that is not positive.
+    tokens that are never sampled, and no reward would take the probability back. `chunk` is the number of tokens whose
+    logits exist at once; 0 chooses by V. If the kernels compute (`chosen`), only gradients of logits are in memory, at
+    most about `chunk * V`. Raises ValueError for a negative chunk, or a single temperature that is not positive.
     """
     if chunk < 0:
         raise ValueError(f"chunk must not be negative, got {chunk}")
@@ -115,10 +111,7 @@ def _logits(hidden_TD: Array, head_VD: Array, allowed_V: Array, temperatures_T: 
     return jnp.where(allowed_V[None, :], logits_TV / temperatures_T[:, None], -1e30)
 
 
-# The functions below launch kernels on NVIDIA GPUs.
-
-
-# Says, while a program is traced, whether the kernels compute log-probabilities of (hidden states, head).
+# Says, while a program is traced, whether the kernels below compute log-probabilities of (hidden states, head).
 chosen = functools.partial(runs_triton, multiple=16)
 
 

@@ -5,12 +5,9 @@ A strategy decides where weights come from and what the backward pass keeps whil
 
 Under fully sharded data parallelism (`Fsdp`), every device holds a slice of every weight and computes its own rows. A
 layer's weights are gathered when the walk reaches the layer, and dropped after it. The transpose of the gather scatters
-and sums the layer's gradients, so that no device holds the complete gradients of all layers. If the batch spreads a
-sequence over several devices (`sharding.spread`), `forward` attends over these devices. Forward and backward pass are
-one fully manual `shard_map`, since automatic partitioning left gradients replicated, without a reduce-scatter.
+and sums the layer's gradients, so that no device holds the complete gradients of all layers. Forward and backward pass
+are one fully manual `shard_map`, since automatic partitioning left gradients replicated, without a reduce-scatter.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -80,14 +77,13 @@ def _entry(tree: PyTree, index: int | None) -> PyTree:
 @dataclasses.dataclass(frozen=True)
 class Stack:
     """The layers of a model, of one or several kinds: `order` has the kind of each layer. The layers of a kind are one
-    module, whose weights have a leading layer axis. Layer `i` is the entry `order[:i].count(order[i])` of
-    `modules[order[i]]`. A kind is named like the model's attribute that has its layers."""
+    module, whose weights have a leading layer axis. A kind is named like the model's attribute that has its layers."""
 
     modules: Mapping[str, nnx.Module]
     order: tuple[str, ...]
 
     @staticmethod
-    def of(layers: nnx.Module) -> Stack:
+    def of(layers: nnx.Module) -> "Stack":
         """The stack of one kind of layers."""
         return Stack({"layers": layers}, ("layers",) * jax.tree.leaves(nnx.state(layers))[0].shape[0])
 
@@ -109,9 +105,8 @@ class Walk:
     """The single-device walk, and the base of all other walks.
 
     `gather(spec, local)` turns the local shard of an (unstacked) weight into the complete weight, in the compute dtype.
-    `remat` says which values of a layer the backward pass computes again (`REMAT`). With `none` the backward pass only
-    gathers weights again, so that no device holds the complete model between forward and backward pass.
-    `merge(weight, a, b)` returns a complete weight plus the product of its adapters.
+    `remat` says which values of a layer the backward pass computes again (`REMAT`); with `none`, it only gathers
+    weights again. `merge(weight, a, b)` returns a complete weight plus the product of its adapters.
     """
 
     gather: Gather | None = None
@@ -122,8 +117,7 @@ class Walk:
     unroll: int = 8
 
     def use(self, module: Module) -> Module:
-        """The module with its complete weights. Call `use` just before weights are read, so that complete weights live
-        briefly."""
+        """The module with its complete weights. Call it just before weights are read, so that they live briefly."""
         if self.gather is None:
             return module
         graphdef, state = nnx.split(module)
@@ -147,8 +141,8 @@ class Walk:
         self, stack: Stack, carry: Carry, step: Callable[[Any, Carry, X], tuple[Carry, Y]], xs: PyTree = None
     ) -> tuple[Carry, PyTree]:
         """Runs `carry, y = step(layer, carry, x)` over the stack; returns the last carry and the stacked `y`. `xs` is
-        None or a pytree with a leading axis of all layers. The loop goes over the periods of a stack of several kinds;
-        each layer of a period gathers its weights and is computed again by itself."""
+        None or a pytree with a leading axis of all layers. For several kinds of layers, the loop goes over periods,
+        each of whose layers gathers its weights and is computed again by itself."""
         period, layers = stack.period, len(stack.order)
         written_out = layers <= self.unroll and self.remat == "none"
         if len(period) == 1:
@@ -177,8 +171,7 @@ class Walk:
     def _layer(
         self, module: nnx.Module, step: Callable, written_out: bool, entries: tuple[int | None, int] | None = None
     ) -> Callable[[Carry, tuple[nnx.State, PyTree]], tuple[Carry, PyTree]]:
-        """The body of a loop over layers. In a period the body gets weights and `x` of several layers, and computes on
-        the `entries` (of the weights, of `x`). `written_out` says that the loop is unrolled."""
+        """The body of a loop over layers, in a period on the `entries` of weights and `x` of several layers."""
         graphdef = nnx.graphdef(module)
 
         def body(carry: Carry, inputs: tuple[nnx.State, PyTree]) -> tuple[Carry, PyTree]:
@@ -202,8 +195,7 @@ class Walk:
         xs: Iterable[X],
     ) -> tuple[Carry, list[Y]]:
         """As `scan`, over layers that are separate modules: returns the last carry and the list of `y`. The loop is
-        written out, so that nothing is copied out of a stack, which would cost a decoding engine time at every
-        token."""
+        written out: a copy out of a stack would cost a decoding engine time at every token."""
         ys = []
         for layer, x in zip(layers, xs, strict=True):
             carry, y = step(self.use(layer), carry, x)
@@ -222,7 +214,7 @@ class Tally:
     sums: dict[str, Any]  # added up over rows, devices and microbatches; an entry may be the sharding of the scalar
     maxima: dict[str, Any]  # the largest over rows, devices and microbatches
 
-    def __add__(self, other: Tally) -> Tally:
+    def __add__(self, other: "Tally") -> "Tally":
         return Tally(
             {name: value + other.sums[name] for name, value in self.sums.items()},
             {name: jnp.maximum(value, other.maxima[name]) for name, value in self.maxima.items()},
@@ -237,14 +229,12 @@ Loss: TypeAlias = Callable[[nnx.Module, PyTree, Walk], tuple[Array, Tally]]  # (
 class Fsdp:
     """FSDP of one model over all axes of `mesh`; any number of devices.
 
-    `model` may be abstract: its declarations are read, its weights are not. `forward` and `loss` compute on a device's
-    share. `row_dims(batch)` says which dimension of each array of a batch counts rows (or vision patches): a pytree
-    like the batch, or a prefix of it. Weights are stored in their declared dtype and cast to `compute_dtype` before a
-    gather, which halves the traffic for bfloat16. `remat` and `unroll` are those of `Walk`. Weights whose declaration
-    says `frozen` have no gradients.
+    `model` may be abstract: only its declarations are read. `forward` and `loss` compute on a device's share.
+    `row_dims(batch)` says which dimension of each array of a batch counts rows (or vision patches): a pytree like the
+    batch, or a prefix of it. Weights are stored in their declared dtype and cast to `compute_dtype` before a gather,
+    which halves the traffic for bfloat16. Weights whose declaration says `frozen` have no gradients.
 
-    A batch has the same loss and gradients on every mesh, to float tolerance. A planner (`sharding.planner`) decides
-    where each sequence is computed, and the batch is composed after the plan. A run may thus change planners between
+    A batch has the same loss and gradients on every mesh, to float tolerance, so that a run may change planners between
     steps. `copies`, `loss_and_grad` and `logprobs` are pure and meant to be traced: the caller compiles them.
     """
 
@@ -286,8 +276,7 @@ class Fsdp:
         return _put(params, self.shardings)
 
     def trained(self, tree: Params) -> Params:
-        """The trained weights of parameters, or the leaves at the paths of trained weights in a tree of the same
-        structure."""
+        """The trained weights of parameters, or their leaves in a tree of the same structure."""
         if not self._frozen:
             return tree
         return unflatten_dict({path: leaf for path, leaf in by_path(tree).items() if path not in self._frozen})
@@ -306,8 +295,7 @@ class Fsdp:
 
     def place(self, batch: Batch) -> Batch:
         """The host arrays of a batch (or of its inputs), laid on the mesh. Each process gives the rows of its own
-        devices, in the order of the mesh. Raises ValueError if the number of these devices does not divide the number
-        of rows."""
+        devices, in the order of the mesh. Raises ValueError if these devices can't divide the rows evenly."""
         jax.tree.map(self._check, self._row_dims(batch), batch)
         placed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._row_specs(batch))
         return _put(batch, placed, local=True)
@@ -322,15 +310,14 @@ class Fsdp:
         return frozenset(path for path, cut in cuts.items() if self._axes == (cut.axes if cut else ()))
 
     def copies(self, params: Params) -> Params:
-        """The parameters with the `copied` weights in `compute_dtype`, cast once for all microbatches of a step.
-        Without copies, `loss_and_grad` casts weights twice for each microbatch. The gradients of the cast weights are
-        in `compute_dtype`, too."""
+        """The parameters with the `copied` weights (and so their gradients) in `compute_dtype`, cast once for all
+        microbatches of a step. Without copies, `loss_and_grad` casts weights twice for each microbatch."""
         weights = by_path(params)
         return unflatten_dict(weights | {path: self._cast(weights[path]) for path in self.copied})
 
     def loss_and_grad(self, params: Params, batch: PyTree) -> tuple[jax.Array, Tally, Params]:
-        """Returns (loss, tally, gradients): loss and tally of all devices together, gradients laid out like the trained
-        weights of `params`, in their dtypes. `params` may be `copies`."""
+        """Returns (loss, tally, gradients): sums over all devices, and gradients like the trained weights of `params`,
+        in their dtypes and shardings. `params` may be `copies`."""
 
         def local(params: Params, batch: PyTree) -> tuple[jax.Array, Tally, Params]:
             def objective(trained: Params) -> tuple[jax.Array, Tally]:
@@ -374,9 +361,8 @@ class Fsdp:
         return local if cut is None else jax.lax.all_gather(local, cut.axes, axis=cut.dim, tiled=True)
 
     def _merge(self, weight: Weight, adapter_a: Weight, adapter_b: Weight) -> jax.Array:
-        """The complete weight, with the product of its adapters added to the shards before cast and gather. `cut_of`
-        chooses by axes. If an adapter has the axis along which the weight is cut, the adapter is cut in the same way.
-        Any other adapter is gathered, in float32."""
+        """The complete weight, with the product of its adapters added to the shards before cast and gather. An adapter
+        that has the axis along which the weight is cut is cut in the same way (`cut_of`); others are gathered."""
         (spec, local), (spec_a, a), (spec_b, b) = weight, adapter_a, adapter_b
         cut = cut_of(spec, self.mesh)
         a, b = self._varying(spec_a, a), self._varying(spec_b, b)
@@ -410,9 +396,8 @@ class Fsdp:
 
 
 def _put(tree: Batch, shardings: PyTree, local: bool = False) -> Batch:
-    """Puts host arrays onto the mesh. Every process fills its own devices. With `local`, the arrays are the rows of
-    this process; otherwise all processes have the same arrays, and each process takes its part. Abstract arrays
-    (`jax.ShapeDtypeStruct`) get their sharding, and nothing is allocated."""
+    """Puts host arrays onto the mesh. With `local`, the arrays are the rows of this process; otherwise all processes
+    have the same arrays, and each takes its part. Abstract arrays get their sharding, and nothing is allocated."""
     if is_abstract(tree):
         return with_shardings(tree, shardings)
     if jax.process_count() == 1:

@@ -1,11 +1,8 @@
 """A weight is declared once; its abstract shape, initial value, sharding and gather derive from the declaration.
 
 Low-rank adapters (LoRA, arXiv:2106.09685) are weights, too: beside `q` (`[in..., out...]`, frozen) are `q_lora_a`
-(`[in..., R]`) and `q_lora_b` (`[R, out...]`), which are trained. When a layer is used, a walk adds `factor * a @ b` in
-float32 to the shard of `q` that a device holds, before it casts and gathers the sum (`docs/parallelism.md`).
+(`[in..., R]`) and `q_lora_b` (`[R, out...]`), which are trained. A walk adds their product to `q` when it uses a layer.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -49,7 +46,7 @@ class WeightSpec:
         if len(set(self.axes)) != len(self.axes):
             raise ValueError(f"axis names of one weight must differ, got {self.axes}")
 
-    def turned(self) -> WeightSpec:
+    def turned(self) -> "WeightSpec":
         """The same matrix with its outputs first."""
         order = [*range(self.inputs, len(self.axes)), *range(self.inputs)]
         shape, axes = tuple(self.shape[i] for i in order), tuple(self.axes[i] for i in order)
@@ -78,10 +75,9 @@ class Cut(NamedTuple):
 
 
 def cut_of(spec: WeightSpec, mesh: Mesh) -> Cut | None:
-    """The cut of this weight under FSDP, or None to replicate it. Mesh axes of size one are left out. The cut goes
-    through the first logical axis of `CUT` whose size is a multiple of the number of devices. If no axis fits, outer
-    mesh axes are left out: the weight is cut over the largest suffix of the mesh axes that fits, and replicated over
-    the other mesh axes. If no suffix fits, as may be with 3 devices, the weight is replicated over all."""
+    """The cut of this weight under FSDP, or None to replicate it. The cut goes through the first logical axis of `CUT`
+    whose size is a multiple of the number of devices. If none fits, the weight is cut over the largest suffix of the
+    mesh axes that fits, and replicated over the other mesh axes: over all, if no suffix fits, as with 3 devices."""
     names = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
     for first in range(len(names)):
         axes = names[first:]
@@ -145,8 +141,7 @@ _dispatch = jax.jit(lambda nothing: nothing)
 
 
 def place_stack(layers: Iterable[np.ndarray], depth: int, sharding: Sharding) -> jax.Array:
-    """The stack `[L, ...]` of `depth` layers of one weight, assembled on its devices. The host holds one layer at a
-    time; a device holds its shards of the stack and of one layer."""
+    """The stack `[L, ...]` of `depth` layers of one weight, assembled on its devices, one layer at a time."""
     stack, of_a_layer = None, sharding
     if isinstance(sharding, NamedSharding):  # stacks are never cut along their layers
         of_a_layer = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
@@ -182,8 +177,7 @@ def is_adapter(path: Path) -> bool:
 
 
 def attach(model: nnx.Module, paths: Iterable[Path], rank: int, factor: float, init_a: Initializer) -> None:
-    """Freezes all weights of an abstract model, and adds adapters to the weights at `paths`: `a` by `init_a`, `b`
-    zero."""
+    """Freezes all weights of an abstract model, and adds adapters to those at `paths`: `a` by `init_a`, `b` zero."""
     adapted_paths = set(paths)
     for keys, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         path = tuple(map(str, keys))
@@ -206,8 +200,7 @@ def attach(model: nnx.Module, paths: Iterable[Path], rank: int, factor: float, i
 
 
 def with_product(spec: WeightSpec, weight: Array, a: Array, b: Array) -> Array:
-    """Returns `weight + factor * a @ b`, computed in float32, in the dtype of `weight`. The arrays belong to one layer,
-    and are complete or matching shards."""
+    """`weight + factor * a @ b` of one layer, or of matching shards, computed in float32, in the dtype of `weight`."""
     rank = a.shape[-1]
     flat = a.reshape(-1, rank), b.reshape(rank, math.prod(b.shape[1:]))
     product = jnp.matmul(*flat, precision=jax.lax.Precision.HIGHEST).reshape(weight.shape)

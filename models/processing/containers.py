@@ -5,11 +5,11 @@ that follow from it, show the cut in every format. Matroska, FLV and IVF files d
 consist of packets of one size. Transport, program and bare streams declare no length, and AVI files often a wrong
 length: files of these four kinds look complete if they were cut between two packets.
 
-A decoder that begins in the middle of a stream must give the same frames as a decoder that began at the stream's start.
-A packet that the container marks as a key frame may give other frames, for three reasons. The mark may be wrong. A
-step-by-step refresh of the picture may begin there (H.264's recovery points). Parameters for decoding may stand only
-earlier in the stream. Sources: ITU-T H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9 bitstream specification
-(6.2), the AV1 specification (5.3 to 5.9), ISO/IEC 13818-2 and 14496-2 (6.2).
+A decoder that begins in the middle of a stream must give the same frames as one that began at its start. A packet that
+the container marks as a key frame may give others: the mark may be wrong, a step-by-step refresh of the picture may
+begin there (H.264's recovery points), or parameters for decoding may stand only earlier in the stream. Sources: ITU-T
+H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9 bitstream specification (6.2), the AV1 specification (5.3 to
+5.9), ISO/IEC 13818-2 and 14496-2 (6.2).
 """
 
 import itertools
@@ -128,8 +128,7 @@ class Ending:
             self._reached = max(self._reached, end)
 
     def cut_off(self, file: OpenFile, times: list[int | None], damaged: list[int]) -> str:
-        """The reason why the file must have been cut off, or "". `times` are the times of all frames in ticks,
-        `damaged` the indices of the damaged frames."""
+        """Why the file must have been cut off, or "", by the frames' times in ticks and the indices of damaged ones."""
         if any(self._incomplete.values()):
             return "the last packet is incomplete"
         if damaged and len(times) - damaged[-1] <= REORDERED:
@@ -165,9 +164,8 @@ def is_shown(packet: Packet, codec: str) -> bool:
 
 
 class EntryPoints:
-    """Finds the packets with which decoding can begin. From the time of such a packet on, every frame is the same as in
-    a decoding from the start of the stream. Frames of an earlier time that follow the packet may differ. A stream of a
-    codec that is in neither `_UNITS` nor `_ALONE` has no such packet."""
+    """Finds the packets with which decoding can begin, if the codec is in `_UNITS` or `_ALONE`. From the time of such a
+    packet on, frames are those of a decoding from the start; frames of an earlier time behind it may differ."""
 
     def __init__(self, stream: VideoStream) -> None:
         self._codec: str = stream.codec.canonical_name
@@ -217,8 +215,7 @@ class EntryPoints:
 
 
 def units(data: bytes, length_bytes: int) -> Iterator[bytes]:
-    """Yields the non-empty units of a packet. Before each unit stands its length, or with `length_bytes` 0 a start
-    code."""
+    """Yields the non-empty units of a packet, each behind its length or, with `length_bytes` 0, a start code."""
     if length_bytes:
         place = 0
         while place + length_bytes < len(data):
@@ -237,8 +234,7 @@ def units(data: bytes, length_bytes: int) -> Iterator[bytes]:
 
 
 def _mpeg_video(data: bytes) -> bool:
-    """Says whether a packet is an intra picture behind a sequence header. Without the header, matrices of an
-    earlier header could apply."""
+    """Says whether a packet is an intra picture behind a sequence header, without which earlier matrices may apply."""
     place = data.find(PICTURE)
     return data.startswith(SEQUENCE) and 0 < place < len(data) - 5 and data[place + 5] >> 3 & 7 == INTRA
 

@@ -44,8 +44,8 @@ class TurnDelimiters:
 
     @classmethod
     def of(cls, processor: Processor, role: str = "user") -> TurnDelimiters:
-        """The delimiters of observations by `role` in the processor's chat template. Raises PromptError if there is no
-        template, or if the template refuses or ignores messages of the role."""
+        """The delimiters of observations by `role` in the processor's chat template. Raises PromptError if the template
+        is missing, or refuses or ignores messages of the role."""
         if not processor.chat_template:
             raise PromptError("this checkpoint has no chat template, which delimits turns", "no chat template")
         before, after = _around(processor, role, _OBSERVATION)
@@ -62,8 +62,7 @@ class TurnDelimiters:
         )
 
     def ended(self, turn_ids: Sequence[int]) -> bool:
-        """Says whether a turn ends with the token by which the template ends turns. A turn that was cut off at its
-        length does not, nor a turn that ended with another stop token."""
+        """Says whether a turn ends with the template's token, not at its length or with another stop token."""
         return len(turn_ids) > 0 and self.before_ids[:1] == (turn_ids[-1],)
 
 
@@ -158,8 +157,8 @@ class ObservationProcessor:
 
 
 def encode_as_text(processor: Processor, text: str) -> list[int]:
-    """The token ids of a text in which the texts of added tokens, such as `<|im_end|>` or `</tool_response>`, stay
-    text. Raises PromptError, as `Processor.encode` does."""
+    """The ids of a text whose spelled added tokens, such as `<|im_end|>` or `</tool_response>`, stay text. Raises
+    PromptError, as `Processor.encode` does."""
     ids = processor.encode(text)
     if processor.tokenizer.get_added_tokens_decoder().keys().isdisjoint(ids):
         return ids

@@ -1,8 +1,8 @@
 """Reads the pixels of image files, or only their sizes; computes the sizes that images and frames are resized to.
 
-Files with zeros in the place of their picture, as unfinished downloads and bad disks leave them, are refused. Decoders
-turn the zeros into pixels of some colour, and report no error. Only JPEG, WebP and AVIF files are searched for zeros.
-Formats with checksums need no search, and zeros are black where pixels are stored uncompressed.
+Files with zeros in the place of their picture, as unfinished downloads and bad disks leave them, are refused: decoders
+turn the zeros into pixels of some colour. Only JPEG, WebP and AVIF files are searched. Formats with checksums need no
+search, and zeros are black where pixels are stored uncompressed.
 """
 
 import contextlib
@@ -40,9 +40,8 @@ SHARE = 8
 
 @contextlib.contextmanager
 def open_image(source: Source, limits: DecodeLimits) -> Iterator[tuple[Image.Image, OpenFile]]:
-    """Yields the image in a file, with only its header read, and the open file. Raises MediaError, also for an image of
-    more pixels than `limits` or Pillow's own bound (`PIL.Image.MAX_IMAGE_PIXELS`) allow, and for any error inside the
-    `with` block except MemoryError."""
+    """Yields the image in a file, with only its header read, and the open file. Raises MediaError, also for more pixels
+    than `limits` or `PIL.Image.MAX_IMAGE_PIXELS` allow, and for any error inside the `with` block but MemoryError."""
     name = source_name(source)
     with opened(source) as content:
         try:
@@ -131,8 +130,7 @@ def _notes_behind_pixels(png: OpenFile) -> bool:
 
 
 def refuse_holes(content: OpenFile, format: str, name: str, limits: DecodeLimits) -> None:
-    """Raises MediaError if zeros stand in the place of the picture's data. Some damaged files pass. `format` is
-    Pillow's name of the file's format."""
+    """Raises MediaError if zeros stand in the place of the picture's data. `format` is Pillow's name of the format."""
     if format not in ("JPEG", "MPO", "WEBP", "AVIF"):
         return
     content.seek(0)
@@ -161,10 +159,8 @@ def _jpeg_has_hole(jpeg: bytes, limits: DecodeLimits) -> bool:
     decoder.options = {"err_detect": "explode", "max_pixels": str(CODED * limits.pixels)}
     try:
         decoder.decode(av.Packet(jpeg))
-    except InvalidDataError:
-        return True
-    except FFmpegError:  # FFmpeg does not know this kind of JPEG
-        return False
+    except FFmpegError as error:  # other errors: FFmpeg does not know this kind of JPEG
+        return isinstance(error, InvalidDataError)
     return False
 
 

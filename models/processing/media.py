@@ -5,8 +5,6 @@ grid `(pairs, rows, columns)` begins at patch `k * rows * columns`. A prompt has
 after another. Patches are bytes until they are normalised, since floats would take four times the memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -42,7 +40,7 @@ class MediaSettings:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, fields: JsonObject) -> MediaSettings:
+    def from_json(cls, fields: JsonObject) -> "MediaSettings":
         """Reads the settings that `to_json` wrote. Raises TypeError or ValueError for anything else."""
 
         def pixels(values: JsonObject) -> PixelSettings:
@@ -72,8 +70,8 @@ class MediaSettings:
         return image_facts(source, self.limits) if kind == "image" else video_facts(source, self.limits, count=count)
 
     def medium_of(self, kind: str, name: str, facts: Facts) -> Medium:
-        """The medium that has these facts. `name` is for messages. Raises MediaError for a medium that can't be used.
-        If `facts` are not counted, a count of the frames may show that the medium can be used after all."""
+        """The medium that has these facts. Raises MediaError, with this name, for a medium that can't be used. If facts
+        are not counted, a count of the frames may show that it can be used after all."""
         layout, patch = self.layout, self.layout.temporal_patch_size
         check_size(facts.width, facts.height, name, self.limits)
         if kind == "image":
@@ -99,16 +97,14 @@ class MediaSettings:
         return Medium("video", grid, seconds_per_grid(seconds, len(indices), patch), seekable, times)
 
     def glance(self, kind: str, source: Source, *, count: bool = False) -> tuple[Medium, bool]:
-        """Returns (the medium, whether the medium is certain). A medium is uncertain if the number of frames comes from
-        a video's header. With `count`, or if the header shows no usable medium, all packets of a video are read,
-        without decoding. Raises MediaError if the file can't be used."""
+        """Returns (the medium, whether it is certain: the number of frames is not a header's). With `count`, or if the
+        header shows no usable medium, all packets of a video are read, without decoding. Raises MediaError."""
         facts = self.facts(kind, source, count=count)
         found = self.medium_by(kind, source_name(source), facts)
         return found or (self.medium_of(kind, source_name(source), self.facts(kind, source, count=True)), True)
 
     def medium_by(self, kind: str, name: str, facts: Facts) -> tuple[Medium, bool] | None:
-        """Returns (the medium that has these facts, whether the medium is certain); None if only a count of the frames
-        can show whether the file can be used. Raises MediaError for a file that can't be used."""
+        """As `glance`, from known facts; None if only a count of the frames can show whether the file can be used."""
         try:
             return self.medium_of(kind, name, facts), facts.counted
         except MediaError:

@@ -1,7 +1,4 @@
-"""Sources of media, the facts of images and videos, and the errors of media and prompts that cannot be used.
-
-The message of each error is one line.
-"""
+"""Sources of media, the facts of images and videos, and the errors of media and prompts that cannot be used."""
 
 import contextlib
 import dataclasses
@@ -33,7 +30,7 @@ class MediaUnavailable(MediaError):
 
 
 class PromptError(ValueError):
-    """A prompt cannot be used: its text and media do not fit together, or the model cannot read it. `reason` is a short
+    """A prompt cannot be used: its text and media do not fit together, or the model can't read it. `reason` is a short
     name of the kind of problem, for counting."""
 
     def __init__(self, message: str, reason: str = "marks and media disagree") -> None:
@@ -43,14 +40,13 @@ class PromptError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The facts of an image or a video. Width and height are of the upright picture, in pixels. `seconds` is None if
-    nothing tells how long a video lasts. `counted` is False if `frames` and `seconds` are from a header."""
+    """The facts of an image or a video."""
 
-    width: int
+    width: int  # of the upright picture, in pixels
     height: int
     frames: int = 1
-    seconds: float | None = None
-    counted: bool = True
+    seconds: float | None = None  # None: nothing tells how long the video lasts
+    counted: bool = True  # False: `frames` and `seconds` are from a header
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +62,7 @@ class Medium:
 
     @property
     def blocks(self) -> list[Grid]:
-        """The grids of the parts that have a placeholder each: each frame pair that has a time, or the complete
-        medium."""
+        """The grids of the parts that have a placeholder each: frame pairs that have times, or the complete medium."""
         _, rows, columns = self.grid
         return [(1, rows, columns)] * len(self.times) or [self.grid]
 

@@ -1,9 +1,8 @@
 """Resizes frames, turns them into patches, and puts patches from raster order into the vision tower's window order.
 
-The permutation, the 2-D positions, and the segments of frames and of windows are computed on the host, with numpy, so
-that windows are contiguous in the model. Raster order is that of the Hugging Face processors: media in order, frame
-pairs in time, then merge blocks row by row, then the `merge ** 2` patches of a block row by row. This file needs no
-JAX, because processes that only decode media use it.
+In window order, windows are contiguous in the model. Raster order is that of the Hugging Face processors: media in
+order, frame pairs in time, then merge blocks row by row, then the `merge ** 2` patches of a block row by row. This file
+needs no JAX, because processes that only decode media use it.
 
 Frames are resized bicubically, bit for bit as torchvision resizes the videos of the published processors. Pillow, which
 resizes images (`images.py`), quantises the weights of the same antialiased kernel differently; about 0.3 % of a video's
@@ -36,9 +35,8 @@ def _cubic(x: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def _bands(source: int, target: int) -> tuple[int, tuple[tuple[int, int, int, np.ndarray], ...]]:
-    """The precision of the weights in bits, and the bands of outputs. A band is its first output, the span of inputs
-    (start, stop) and the integer weights `[outputs, inputs]`. The weights have a float type in which every sum with
-    8-bit pixels is exact."""
+    """The precision of the weights in bits, and the bands of outputs: the first output, the span of inputs (start,
+    stop), integer weights `[outputs, inputs]` in a float type in which every sum with 8-bit pixels is exact."""
     scale = source / target
     support = 2 * max(scale, 1.0)
     center = scale * (np.arange(target) + 0.5)
@@ -109,9 +107,8 @@ def patchify(frames: np.ndarray, layout: PatchLayout) -> tuple[np.ndarray, Grid]
 
 
 def normalise(patches: np.ndarray, pixels: PixelSettings, *, fused: bool) -> np.ndarray:
-    """Normalised patches `[P, X]` (float32) of uint8 patches `[P, 3, n]`. transformers' Pillow backend, its reference
-    for images, rescales and then normalises. transformers' video processor scales mean and deviation instead (`fused`),
-    which differs in the last bit."""
+    """Normalised patches `[P, X]` (float32) of uint8 patches `[P, 3, n]`. transformers' Pillow backend rescales, then
+    normalises; its video processor scales mean and deviation instead (`fused`), which differs in the last bit."""
     values = patches.astype(np.float32)
     mean = np.asarray(pixels.mean, np.float32)[:, None]
     std = np.asarray(pixels.std, np.float32)[:, None]
@@ -130,8 +127,7 @@ def normalise(patches: np.ndarray, pixels: PixelSettings, *, fused: bool) -> np.
 @functools.lru_cache(maxsize=256)
 def _order(grid: Grid, merge: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The window order of one medium: block order `[M]`, positions `[P, 2]`, frame and window indices `[P]` from 0.
-    `window` is in merge blocks; 0 makes each frame pair one window. Windows at the right and lower edge are cut off, as
-    in the published model. Arrays are read-only."""
+    `window` is in merge blocks; 0 makes each frame pair one window. Windows at the right and lower edge are cut off."""
     frames, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
     window = window or max(rows, columns)
     frame, row, column = (axis.ravel() for axis in np.indices((frames, rows, columns), dtype=np.int32))

@@ -155,9 +155,8 @@ class Processor:
     def configured(
         self, *, min_pixels: int = 0, max_pixels: int = 0, num_frames: int = 0, limits: DecodeLimits | None = None
     ) -> Processor:
-        """A processor with other bounds for images and videos; 0 and None leave the present values. If a given bound
-        crosses the present opposite bound, the opposite bound moves to the given bound. Raises ValueError if
-        `min_pixels` is above `max_pixels`."""
+        """A processor with other bounds for images and videos; 0 and None leave the present values. A given bound moves
+        a present opposite bound that it crosses. Raises ValueError if `min_pixels` is above `max_pixels`."""
         if min_pixels > max_pixels > 0:
             raise ValueError(f"min_pixels={min_pixels} is above max_pixels={max_pixels}")
 
@@ -178,8 +177,7 @@ class Processor:
 
     @functools.cached_property
     def settings(self) -> MediaSettings:
-        """The settings that patches depend on."""
-        from .media import MediaSettings
+        from .media import MediaSettings  # imports decoders
 
         return MediaSettings(self.layout, self.image, self.video, self.frames, self.limits)
 
@@ -243,8 +241,7 @@ class Processor:
         return [{"type": MARKS[part]} if part in MARKS else {"type": "text", "text": part} for part in parts]
 
     def tokenise_messages(self, messages: Sequence[JsonObject]) -> list[int]:
-        """The ids of a conversation up to the assistant's next answer, in the checkpoint's chat template. Raises
-        PromptError."""
+        """The ids of a conversation up to the assistant's next answer, in the chat template. Raises PromptError."""
         rendered = self.render_messages(messages)
         bos = named_tokens(json.loads(self.tokenizer_config)).get("bos_token")
         # As in transformers, `ends` is set for models with vision whose text does not begin with the bos token.
@@ -285,8 +282,7 @@ class Processor:
         """The outline of these ids and media. Raises PromptError if ids and media don't fit together."""
         ids = np.array(token_ids, np.int32)
         self._check_placeholders(ids, [medium.kind for medium in media])
-        if any(medium.times for medium in media):
-            ids = self._with_times(ids, media)
+        ids = self._with_times(ids, media) if any(medium.times for medium in media) else ids
         return PromptOutline(ids, tuple(media), self.layout.spatial_merge_size, certain)
 
     def _with_times(self, token_ids: np.ndarray, media: Sequence[Medium]) -> np.ndarray:
@@ -351,9 +347,8 @@ class Processor:
     def lay_out(
         self, outline: PromptOutline, patches_PX: np.ndarray | ShadowTensor | None = None, *, start: int = 0
     ) -> ModelInput:
-        """The model input of a prompt or an observation; `patches_PX` holds the patches of its media, those of each
-        medium in the window order of `patches.py`. A shadow tensor may stand for the patches. The first token has the
-        rotary position `start`."""
+        """The model input of a prompt or an observation. `patches_PX` are the patches of its media, or their shadow,
+        each medium in the window order of `patches.py`. The first token has the rotary position `start`."""
         ids = outline.token_ids
         if not outline.media:
             return ModelInput(ids, *self.response_layout(ids, start=start))
@@ -368,10 +363,9 @@ class Processor:
     def response_layout(
         self, token_ids_T: Sequence[int] | np.ndarray, media: Sequence[Medium] = (), *, start: int = 0
     ) -> SequenceLayout:
-        """The layout of tokens whose first has the rotary position `start`, such as a response: tokens of the model and
-        observations, with a run of placeholders for each of `media`, in order. The layout of a sequence is that of its
-        parts, each from the `next_position` of the part before, with feature indices from 0 on. Raises ValueError if
-        runs and media do not match."""
+        """The layout of tokens whose first has the rotary position `start`, such as a response, with a run of
+        placeholders for each of `media`, in order (else ValueError). The layout of a sequence is that of its parts,
+        each from the `next_position` of the part before, with feature indices from 0 on."""
         self._check_vision(media)
         tokens_T = np.asarray(token_ids_T, np.int32)
         pad_of = self._pads() if self.vision else {}

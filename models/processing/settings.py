@@ -1,7 +1,7 @@
 """Preprocessing settings as typed values, read from and written to Hugging Face's JSON files.
 
-Defaults are those of transformers 5.23 (`Qwen2VLImageProcessor`, `Qwen2VLVideoProcessor`), with one exception. Videos
-are sampled at 2 frames a second if a checkpoint has no rate, as in the authors' `qwen-vl-utils`.
+Defaults are those of transformers 5.23 (`Qwen2VLImageProcessor`, `Qwen2VLVideoProcessor`), but videos without a rate in
+the checkpoint are sampled at 2 frames a second, as in the authors' `qwen-vl-utils`.
 """
 
 import dataclasses
@@ -68,8 +68,8 @@ PROCESSORS = {  # names of transformers' classes for prompts and for videos, by 
 
 
 def read_pixels(config: JsonObject, default: PixelSettings) -> PixelSettings:
-    """The settings in a `preprocessor_config.json` dictionary. Raises ValueError for a step that is switched off, and
-    for a `size` that does not bound pixels."""
+    """The settings in a `preprocessor_config.json`. Raises ValueError for a step that is switched off, and for a `size`
+    that does not bound pixels."""
     for step in STEPS:
         if config.get(step, True) is False:
             raise ValueError(f"{step}=false is not supported")

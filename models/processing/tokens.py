@@ -1,5 +1,4 @@
-"""Reads tokenizers and chat templates from the files of a checkpoint folder, and renders templates, as transformers
-does."""
+"""Reads tokenizers and chat templates of a checkpoint folder, and renders templates, as transformers does."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 
 
 def read_settings(folder: pathlib.Path) -> JsonObject:
-    """The settings of tokenizer_config.json. If `added_tokens_decoder` is missing, settings of two older files are
-    added."""
+    """The settings of tokenizer_config.json and, if it has no `added_tokens_decoder`, of two older files."""
     settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
         settings |= read_json(folder / "special_tokens_map.json")
@@ -85,7 +83,7 @@ def _environment() -> jinja2.Environment:
     import jinja2.sandbox
 
     class GenerationTag(jinja2.ext.Extension):
-        """The tag around an assistant's messages. The content of the tag is rendered as if there were no tag."""
+        """The tag around an assistant's messages, which is rendered as if it were not there."""
 
         tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 

@@ -7,8 +7,6 @@ frame must have the next time of the list. A decoding from the start would then 
 frame differs after seeking, the packets are read without seeking. If a packet or frame differs again, `slice` returns
 None, and the caller decodes the complete file."""
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import dataclasses
@@ -37,9 +35,9 @@ class Slice:
 
 
 class _Note(NamedTuple):
-    """Facts of a packet that was read and not decoded. Times are in the stream's time base."""
+    """Facts of a packet that was read and not decoded."""
 
-    time: int | None  # time of the packet's frame
+    time: int | None  # time of the packet's frame, in the stream's time base
     begin: int | None  # time of the frame's decoding
     duration: int
     place: int | None  # byte offset in the file; None: unknown
@@ -48,7 +46,6 @@ class _Note(NamedTuple):
     entry: bool  # whether decoding can begin here
 
     def fits(self, packet: Packet, codec: str) -> bool:
-        """Says whether `packet` has these facts."""
         same = (packet.pts, packet.pos, packet.size) == (self.time, self.place, self.size)
         return same and is_shown(packet, codec) == self.shown
 
@@ -159,8 +156,7 @@ class VideoSlicer(VideoReader):
 
 
 def _sought(container: InputContainer, stream: VideoStream, plan: _Plan) -> Iterator[Packet]:
-    """Yields the packets from the plan's first packet on, found by its time. Raises _Unexpected or FFmpegError if that
-    packet is not found."""
+    """Yields the packets from the plan's first one on, found by its time, or raises _Unexpected or FFmpegError."""
     note, codec = plan.notes[plan.first], stream.codec.canonical_name
     if plan.first == 0 or note.begin is None:
         raise _Unexpected

@@ -36,10 +36,9 @@ Keep: TypeAlias = Callable[[int, int, np.ndarray], object]
 def sample_indices(
     total: int, seconds: float | None, frames: FrameSettings, temporal_patch: int, *, timed: bool = False
 ) -> np.ndarray:
-    """Indices of the frames to sample among `total` frames that last `seconds`, spread as in `Qwen2VLVideoProcessor`.
-    With `timed`, frames are spread as in `Qwen3VLVideoProcessor`, which also samples the last frame, and allows any
-    number of frames. Raises ValueError if `total` is 0, and if `frames` asks for more frames than `total`, or for a
-    rate while `seconds` is None."""
+    """Indices of the frames to sample among `total` frames that last `seconds`, spread as in `Qwen2VLVideoProcessor` or
+    (`timed`) `Qwen3VLVideoProcessor`, which also samples the last frame, and allows any number of frames. Raises
+    ValueError for no frames, for more than `total`, and for a rate while `seconds` is None."""
     if total < 1:
         raise ValueError("has no frames")
     if frames.num_frames and timed:
@@ -85,8 +84,6 @@ def seconds_per_grid(seconds: float | None, frames: int, temporal_patch: int) ->
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """The frames that were sampled, the duration of their video, and whether a frame can be found again by its time."""
-
     indices: np.ndarray  # indices of the sampled frames in the file
     total: int  # the number of frames in the file
     seconds: float | None  # duration of the video; None (unknown) only if the video has at most one frame pair
@@ -178,14 +175,14 @@ class VideoReader:
             raise MediaError(self.name, reason) from error
         if reason := ending.cut_off(self.file, times, damaged):
             raise MediaError(self.name, f"is cut off: {reason}")
-        seekable = not damaged and base == stream.time_base and increasing(times) and _sorted(told) == times
+        seekable = not damaged and base == stream.time_base and increasing(times)
+        seekable &= len(told) == len(times) and {*told} == {*times}  # packets are in the order of decoding
         return len(times), duration_of(times, durations, base, stream), seekable
 
     def _every_frame(
         self, container: InputContainer, stream: VideoStream, ending: Ending, told: list[int | None]
     ) -> Iterator[av.VideoFrame]:
-        """Yields decoded frames in order. `ending` sees every packet; `told` gets the times of the packets that are
-        shown."""
+        """Yields decoded frames in order. `ending` sees every packet; `told` gets the times of shown packets."""
         count, codec = 0, stream.codec.canonical_name
         for packet in container.demux():
             ending.saw(packet)
@@ -210,8 +207,7 @@ def upright(frame: av.VideoFrame, reformatter: VideoReformatter, threads: int) -
 
 
 def too_many_frames(name: str, limits: DecodeLimits) -> MediaError:
-    most = limits.frames
-    return MediaError(name, f"too many frames: more than {most}")
+    return MediaError(name, f"too many frames: more than {limits.frames}")
 
 
 def rated(count: int, stream: VideoStream) -> float | None:
@@ -235,8 +231,7 @@ def video_size(
 
 
 def bounded(settings: PixelSettings, frames: FrameSettings, count: int, layout: PatchLayout) -> PixelSettings:
-    """The pixel bounds of a frame or, in a timed layout, of all `count` frames. `FrameSettings.max_video_tokens`
-    changes the upper bound."""
+    """The pixel bounds of a frame or, in a timed layout, of all frames, by `FrameSettings.max_video_tokens`."""
     if not frames.max_video_tokens:
         return settings
     if layout.timed:
@@ -253,16 +248,10 @@ def increasing(times: Sequence[int | None]) -> bool:
     return 0 < len(known) == len(times) and all(a < b for a, b in itertools.pairwise(known))
 
 
-def _sorted(times: Sequence[int | None]) -> Sequence[int | None]:
-    """The times sorted, since packets are in the order of decoding; unchanged if a time is unknown."""
-    return times if None in times else sorted(time for time in times if time is not None)
-
-
 def duration_of(times: Sequence[int | None], durations: Sequence[int], base: Any, stream: VideoStream) -> float | None:
     """The seconds from the first frame's start to the last frame's end; None if the seconds are unknown. `times` and
     `durations` of frames are in ticks of `base`. Timestamps count if they are complete and increasing, else the frames'
-    own durations, else the header's rate. A bare stream has durations from its parameter sets, and its rate is the
-    demuxer's guess."""
+    own durations (of a bare stream, those of its parameter sets), else the header's rate."""
     base = fractions.Fraction(base.numerator, base.denominator) if base else None  # PyAV 19 has its own class
     if base and increasing(times):
         known = [time for time in times if time is not None]

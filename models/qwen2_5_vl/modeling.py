@@ -1,8 +1,7 @@
 """Qwen2.5-VL: a vision tower, and a decoder whose placeholder tokens are replaced by the tower's features.
 
-The tower reads packed patches in window order (see `models.inputs.VisionInput`). Most of its layers attend within a
-window, a few within a frame pair. All layers are one stack; the scan gives each layer a boolean for its kind of
-attention. `params.py` has the names of all weights in Hugging Face checkpoints.
+The tower reads packed patches in window order (`models.inputs.VisionInput`). Most of its layers attend within a window,
+a few within a frame pair. All layers are one stack; the scan gives each layer a boolean for its kind of attention.
 """
 
 import functools
@@ -141,5 +140,4 @@ class Qwen25VL(Decoder):
         self.visual = self.tower(config.vision)
 
     def features(self, walk: Walk, vision: VisionInput) -> Float[Array, "M X"]:
-        """The tower's features of `vision`, in window order."""
         return self.visual(walk, vision)

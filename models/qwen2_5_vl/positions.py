@@ -26,10 +26,9 @@ def rope_index(
     tokens_per_second: float | int,
     first_position: int = 0,
 ) -> tuple[np.ndarray, int]:
-    """Positions `[3, T]` (time, row, column; i32) and the position of the first generated token. `token_ids_T` has its
-    media placeholders expanded: one run of `image_token_id` or `video_token_id` for each grid. `seconds_per_grid` has
-    the seconds that one frame pair spans, for each video. The first token has the position `first_position`. Raises
-    ValueError if the runs and the grids do not match."""
+    """Positions `[3, T]` (time, row, column; i32) from `first_position` on, and the position of the first generated
+    token. `token_ids_T` has a run of `image_token_id` or `video_token_id` for each grid. `seconds_per_grid` has the
+    seconds that one frame pair of each video spans. Raises ValueError if runs and grids do not match."""
     token_ids_T = np.asarray(token_ids_T)
     if len(seconds_per_grid) != len(video_grids):
         raise ValueError(f"there are {len(video_grids)} videos, but {len(seconds_per_grid)} values of seconds_per_grid")

@@ -1,2 +1,1 @@
-"""Qwen3.5: three layers of Gated DeltaNet before each layer of gated attention, and the tower of Qwen3-VL without
-DeepStack."""
+"""Qwen3.5: three layers of Gated DeltaNet before each of gated attention, and Qwen3-VL's tower without DeepStack."""

@@ -1,8 +1,7 @@
 """Reads and writes `config.json` and the names of weights of a Qwen3.5 checkpoint.
 
-SGLang needs three fields that transformers does not write: `full_attention_interval`, `partial_rotary_factor` outside
-`rope_parameters`, and an empty `deepstack_visual_indexes`. Reading a configuration adds these fields, so that exports
-have them.
+Reading adds three fields that transformers does not write and SGLang needs in exports: `full_attention_interval`,
+`partial_rotary_factor` outside `rope_parameters`, and an empty `deepstack_visual_indexes`.
 """
 
 import dataclasses
@@ -104,8 +103,7 @@ def _read_text(config: JsonObject, outer: JsonObject) -> TextConfig:
 
 
 def _rotated(text: JsonObject, where: str) -> tuple[float, JsonObject]:
-    """Returns (the rotated share of a head, the settings without this share). The file may have the share beside the
-    rotary settings or among them."""
+    """Returns (the rotated share of a head, the settings without it), beside the rotary settings or among them."""
     result, found = dict(text), []
     for field in ("rope_parameters", "rope_scaling"):
         result[field] = dict(result.get(field) or {})
@@ -120,8 +118,7 @@ def _rotated(text: JsonObject, where: str) -> tuple[float, JsonObject]:
 
 
 def _interval(config: JsonObject, where: str) -> int:
-    """Returns the n of the rule that every n-th layer has full attention. Raises ModelConfigError for `layer_types`
-    that break this rule."""
+    """The n for which every n-th layer has full attention. Raises ModelConfigError if there is no such number."""
     kinds = config.get("layer_types")
     interval = config.get("full_attention_interval", INTERVAL)
     if kinds:

@@ -57,10 +57,9 @@ async def _serve(listening: socket.socket, token: str) -> None:
 
 def pull_route(places: set[pathlib.Path]) -> Route:
     """The route `/pull_weights` of a host: a version in the folder that hosts share becomes a checkpoint in the host's
-    memory, below a folder that is added to `places`. `local_checkpoint_dir`, `source_dir` and `target_version` are as
-    in SGLang's pull request 30367. SGLang changes a checkpoint in place. Here, the answer's `model_path` is a new
-    folder for each version, since another server of the host may still read an earlier version."""
-
+    memory, below a folder that is added to `places`. Fields are those of SGLang's pull request 30367, which changes a
+    checkpoint in place. Here, the answer's `model_path` is a new folder for each version, since another server of the
+    host may still read an earlier version."""
     from starlette.routing import Route
 
     from ..serve_guard import AsciiJSON

@@ -3,12 +3,9 @@ with which servers must answer after an update.
 
 `rollout.serve` has the checkpoint's tensors. SGLang joins some tensors (queries, keys, values; gate, up; the input
 projections of linear attention), pads the vocabulary, and divides tensors over its ranks. Each rank hashes its parts,
-by SHA-256 on CPUs, by a hash of SGLang's own on GPUs. The checksums here agree with SGLang 0.5.23 on CPUs, with one
-rank and with two, and with its GPU hash in Triton's interpreter. Sizes that do not divide over the ranks, some of which
-SGLang pads, are refused here.
+by SHA-256 on CPUs, by a hash of SGLang's own on GPUs. The checksums here agree with SGLang 0.5.23 on CPUs, and with its
+GPU hash in Triton's interpreter. Sizes that do not divide over the ranks are refused.
 """
-
-from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
@@ -76,7 +73,7 @@ ALL = (1 << 64) - 1
 class Published:
     version: int
     folder: pathlib.Path
-    checksums: Checksums
+    checksums: "Checksums"
     bytes: int
 
 
@@ -96,14 +93,11 @@ class SharedFolders:
 
     def write(self, version: int, params: Mapping[str, Any]) -> Published:
         """Writes a version tensor by tensor, unless these very arrays were written as this version before. Blocks.
-        Raises EngineError for weights of another model, which servers might accept or die of. Raises OSError, which
-        names the folder, if there is no room. A failed write leaves no files behind."""
+        Raises EngineError for weights of another model, and OSError if there is no room; then leaves no files."""
         with self._lock:
             arrays = jax.tree.leaves(params)
             for published, seen in self._written:
-                if published.version == version and all(
-                    ref() is array for ref, array in zip(seen, arrays, strict=True)
-                ):
+                if published.version == version and [id(ref()) for ref in seen] == list(map(id, arrays)):
                     return published
             self._count += 1
             published = self._write(self._root / f"v{version}-{self._count}", version, params)
@@ -171,8 +165,8 @@ class Checksums:
         self._expected = functools.cache(self._compute)
 
     def check(self, ranks: Sequence[Mapping[str, str]], server: str) -> None:
-        """Compares the checksums with those of each rank of a server, under the checkpoint's names or SGLang's. Raises
-        WeightsMismatch, which names the server and, unless all tensors differ, a tensor."""
+        """Raises WeightsMismatch, which names the server and, unless all tensors differ, a tensor, if a rank of a
+        server has another checksum, under the checkpoint's names or SGLang's."""
         for rank, held in enumerate(ranks):
             wanted = self._wanted(ranks, rank)
             where = f"{server}, rank {rank}" if len(ranks) > 1 else server

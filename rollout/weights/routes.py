@@ -3,8 +3,6 @@
 After each route, `published.Checksums` prove which weights the server has.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib
@@ -40,8 +38,7 @@ class SyncRoute:
         return self._memory.write(version, params)
 
     async def deliver(self, client: ServerClient, published: Published, pause: Pause) -> None:
-        """Brings the version near the server, which generates meanwhile, then pauses the server and has it serve the
-        version. From the pause on, the server may hold parts of two versions for a time."""
+        """Brings the version near the server, which generates meanwhile, then pauses the server and has it serve it."""
         raise NotImplementedError
 
     def keep(self, wanted: Sequence[Published]) -> None:
@@ -98,9 +95,9 @@ class Buckets(SyncRoute):
 
 
 class CudaIpc(Buckets):
-    """`ipc`: each bucket is copied from the trainer's arrays into memory on their GPU. Servers of this host, which must
-    see that GPU, open the memory by CUDA IPC (`torch_buckets`). Tensors that the trainer no longer holds are read from
-    the version's folder. On a CPU, the memory is PyTorch's shared memory. The route has never run on a GPU."""
+    """`ipc`: each bucket is copied from the trainer's arrays into memory on their GPU (on a CPU, PyTorch's shared
+    memory). Servers of this host, which must see that GPU, open it by CUDA IPC (`torch_buckets`). Tensors that the
+    trainer no longer holds are read from the version's folder. The route has never run on a GPU."""
 
     def __init__(self, memory: SharedFolders, config: DecoderConfig, size: int) -> None:
         super().__init__(memory, size)

@@ -2,15 +2,10 @@
 
 A flattened bucket is `{"flattened_tensor": bytes of all tensors as one uint8 tensor, "metadata": [one per tensor]}`
 (`sglang.srt.weight_sync.tensor_bucket`). The trainer needs no PyTorch for such a bucket: the pickle that PyTorch would
-make is written opcode by opcode.
-
-PyTorch shares only memory of its own allocator with other processes of this host. A shared bucket is therefore
-PyTorch's memory in this process, filled from JAX's arrays (route `ipc` in `docs/servers.md`).
+make is written opcode by opcode. A shared bucket is PyTorch's memory, filled from JAX's arrays (route `ipc`).
 """
 
 # pyright: reportPrivateImportUsage=false
-from __future__ import annotations
-
 import functools
 import pickle
 import struct
@@ -119,9 +114,9 @@ def _dict(items: Mapping[str, bytes]) -> bytes:
 
 
 def device_tensors(config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, Bytes]:
-    """A function for each tensor, by the tensor's name in a checkpoint. The function casts the tensor to a dtype, and
-    returns its bytes `[N]` (uint8) as in a checkpoint, on the device. An array has no function if other processes hold
-    parts of it. A function keeps no array alive: it returns None for an array that was freed or deleted."""
+    """A function for each tensor, by its name in a checkpoint, unless other processes hold parts of it. The function
+    casts the tensor to a dtype, and returns its bytes `[N]` (uint8) as in a checkpoint, on the device. It keeps no
+    array alive: it returns None for one that was freed or deleted."""
     values, found = by_path(params), dict[str, Bytes]()
     for entry in tensor_names(config):
         value = values[entry.path]

@@ -1,9 +1,8 @@
 """Versions of the weights on a file system that hosts share: written by the trainer, pulled by hosts of servers.
 
-`SOURCE/weight_v000007` is the delta from the version before, or a whole version (an Orbax item with the model's
-configuration). It is a whole version if there is no smaller delta, or if the last `FULL_EVERY` versions are deltas. A
-folder appears under its name when it is complete. `pull` makes a checkpoint folder of a version in a host's own memory,
-for servers to read. `docs/servers.md` has the format of a delta.
+`SOURCE/weight_v000007` is the delta from the version before or, after `FULL_EVERY` deltas and if no delta is smaller, a
+whole version (an Orbax item with the model's configuration). A folder appears under its name when it is complete.
+`docs/servers.md` has the format of a delta.
 """
 
 from __future__ import annotations
@@ -128,9 +127,8 @@ class VersionFolders:
 
 
 def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Path:
-    """Returns a checkpoint folder of a version, below `local`. If possible, applies deltas to a version in `local`.
-    Several processes of a host may pull at the same time. Raises PullError, DeltaError and OSError; versions in `local`
-    then stay."""
+    """Returns a checkpoint folder of a version, below `local`, made by deltas from a version there if possible. Several
+    processes of a host may pull at once. Raises PullError, DeltaError and OSError; versions in `local` then stay."""
     if not (source / folder_name(version)).is_dir():  # checked before any folder of this host changes
         raise _missing(source, version)
     place = pulled(local, source)
@@ -170,8 +168,7 @@ def pulled(local: pathlib.Path, source: pathlib.Path) -> pathlib.Path:
 
 
 def _not_of(owners: Container[int], folder: pathlib.Path) -> str:
-    """Says why a folder does not count as a folder of `owners`; empty if it does. All users of a host can write to
-    shared memory."""
+    """Says why a folder of shared memory, where all users can write, is none of `owners`; empty if it is."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
         return "it is a link or a file"
@@ -298,9 +295,9 @@ def checksum(tensor: np.ndarray) -> str:
 
 
 def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base: int, version: int) -> int | None:
-    """Writes the delta from one safetensors file to another of the same tensors, and returns its size in bytes. If the
-    delta is no smaller than the tensors, writes nothing and returns None. Raises OSError if the disk is full, and
-    DeltaError for tensors of another shape or dtype."""
+    """Writes the delta from one safetensors file to another, and returns its size in bytes, or None if it would be no
+    smaller than the tensors. Raises OSError if the disk is full, and DeltaError for tensors of another shape or
+    dtype."""
     with safe_open(new, framework="numpy") as tensors:
         names = sorted(tensors.keys())
     changed: dict[str, np.ndarray] = {}

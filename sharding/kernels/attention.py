@@ -4,12 +4,10 @@
 runs of equal numbers; 0 is padding. If no run is longer than `bound`, the axis is cut into blocks of `bound`. A query
 then finds its complete segment in its own block and the two neighbouring blocks, at a cost of `3 * bound` keys. The
 backward pass computes the scores again, which is faster on CPUs than storing them. Without a bound, or with a bound
-that saves nothing, every query looks at all keys. On NVIDIA GPUs the kernel finds the tiles of each segment without a
-bound.
+that saves nothing, every query looks at all keys.
 
-`packed_attention` computes masks and lists of tiles once for all layers of a model. Short rows are computed with all
-their scores, in a few large products. In long rows the mask excludes most scores. Long rows therefore form one stream,
-of which only tiles with an allowed score are computed (`tiles`).
+`packed_attention` computes short rows with all their scores, in a few large products. In long rows the mask excludes
+most scores. Long rows therefore form one stream, of which only tiles with an allowed score are computed (`tiles`).
 """
 
 import dataclasses
@@ -33,8 +31,7 @@ WHOLE_SCORES = 1 << 26  # the most scores that are computed at once (256 MiB in 
 class Mask:
     """The keys that a query reaches. A key must have the query's segment, which is not 0. With `branches`, the key must
     have branch 0 or the query's branch. If `causal`, the key must not be later in the row than the query. If a row has
-    fewer queries than keys, the queries are the row's last tokens. `visits` are the lists of tiles for `flash` (None:
-    `attention` makes the lists)."""
+    fewer queries than keys, the queries are the row's last tokens. `visits` are the lists of tiles for `flash`."""
 
     segments: Int[Array, "B S"]
     branches: Int[Array, "B S"] | None = None
@@ -46,8 +43,7 @@ class Mask:
         return self.of(*self.queries(self.segments.shape[1]))
 
     def queries(self, tokens: int) -> tuple[Array, Array | None, Array]:
-        """Returns the segments, branches and indices in the row, `[B, T]` each, of the last `tokens` tokens of each
-        row."""
+        """The segments, branches and indices in the row, `[B, T]` each, of the last `tokens` tokens of each row."""
         before = self.segments.shape[1] - tokens
         segments, branches = jax.tree.map(lambda x: x[:, before:], (self.segments, self.branches))
         return segments, branches, jnp.broadcast_to(before + jnp.arange(tokens), segments.shape)
@@ -156,9 +152,8 @@ def _with_neighbours(x: Array) -> Array:
 def packed_attention(
     segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], queries: flash.Like = None
 ) -> Attention:
-    """Returns attention under a causal `Mask` with branches, as a function of queries, keys and values. Both arrays may
-    be tracers. `queries` has the dtype and the head size of all layers' queries. Without `queries`, each layer lists
-    its tiles."""
+    """Returns attention under a causal `Mask` with branches, as a function of queries, keys and values. `queries` has
+    the dtype and the head size of all layers' queries; without it, each layer lists its tiles."""
     B, T = segments_BT.shape
     visits = None
     if queries is not None and flash.chosen(queries):

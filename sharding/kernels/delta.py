@@ -54,16 +54,14 @@ class DeltaInputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeltaState:
-    """The state after sequences: the float32 states of all heads, and the convolution's inputs of the last three
-    tokens, oldest first."""
+    """The float32 states of all heads after sequences, and the channels of the last three tokens, oldest first."""
 
     heads_BVHJ: Any
     channels_B3X: Any
 
 
 def new_state(heads: DeltaHeads, rows: int, dtype: DTypeLike) -> DeltaState:
-    """Returns the state before the first token of `rows` sequences, all zero. The convolution's inputs have this
-    `dtype`."""
+    """The state before the first token of `rows` sequences: zeros, of this dtype for the convolution's inputs."""
     states = jnp.zeros((rows, heads.value_heads, heads.key_size, heads.value_size), jnp.float32)
     return DeltaState(states, jnp.zeros((rows, TAIL, heads.channels), dtype))
 
@@ -71,9 +69,9 @@ def new_state(heads: DeltaHeads, rows: int, dtype: DTypeLike) -> DeltaState:
 def delta_rule(
     inputs: DeltaInputs, heads: DeltaHeads, runs: PackedRuns, state: DeltaState | None = None, block: int = BLOCK
 ) -> tuple[Float[Array, "B T V J"], DeltaState]:
-    """Computes convolution and delta rule over packed rows. Returns (outputs, the state after each row's last run).
-    Outputs are float32, and zero at padding. `runs` that `packed_runs` made with `given` need the `state` before the
-    rows. The backward pass computes `block` chunks at a time."""
+    """Convolution and delta rule over packed rows: (float32 outputs, zero at padding; the state after each row's last
+    run). Runs made with `given` need the `state` before the rows. The backward pass computes `block` chunks at a time.
+    """
     x, runs = inputs.channels_BTX, jax.tree.map(jnp.asarray, runs)
     B, N, C = runs.columns_BNC.shape
     given = new_state(heads, B, x.dtype) if state is None else state
@@ -105,8 +103,7 @@ def delta_rule(
 
 
 def delta_step(inputs: DeltaInputs, heads: DeltaHeads, state: DeltaState) -> tuple[Float[Array, "B 1 V J"], DeltaState]:
-    """Computes convolution and delta rule of one token in each row, for decoding. Returns (float32 outputs, new
-    states)."""
+    """Convolution and delta rule of one token in each row, for decoding: (float32 outputs, new states)."""
     x_B4X = jnp.concatenate([state.channels_B3X.astype(inputs.channels_BTX.dtype), inputs.channels_BTX], axis=1)
     q, k, v = (x[:, 0] for x in _queries_keys_values(_convolved(x_B4X, inputs.conv_XS), heads))
     log_decay, beta = (_grouped(x[:, 0], heads)[..., None] for x in (inputs.log_decay_BTV, inputs.beta_BTV))
@@ -124,8 +121,7 @@ def _grouped(x: Array, heads: DeltaHeads, axis: int = 1) -> Array:
 
 
 def _convolved(x: Float[Array, "*rows S X"], weight: Float[Array, "X 4"]) -> Float[Array, "*rows T X"]:
-    """Computes the causal convolution of each channel, and SiLU, in float32. Each of `T = S - 3` results is from four
-    tokens."""
+    """The causal convolution of four tokens in each channel, and SiLU, in float32; `T = S - 3`."""
     tokens = x.shape[-2] - TAIL
     wide, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     shifted = (wide[..., i : i + tokens, :] for i in range(TAIL + 1))
@@ -171,8 +167,7 @@ def _states_forward(
     corrections: Array, reads: Array, writes: Array, decay: Array, start: Array, carry: tuple[Array, Array]
 ) -> tuple[tuple[Array, Array, tuple[Array, Array]], tuple]:
     """The recurrence from chunk to chunk. The argument `corrections` `[n, ..., C, J]` is that of chunks that begin with
-    S = 0. `reads @ S` is subtracted from `corrections`. The next state is `decay * S + writes^T @ corrections`. Returns
-    ((the state S with which each chunk begins, corrections, carry), residuals)."""
+    S = 0. Returns ((the state S with which each chunk begins, corrections, carry), residuals)."""
 
     def step(carry: tuple[Array, Array], chunk: tuple[Array, ...]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         (state, kept), (corrections, reads, writes, decay, start) = carry, chunk
@@ -256,8 +251,7 @@ def _small_dot(a: Array, b: Array) -> Array:
 
 @jax.custom_vjp
 def _exchange(x: Float[Array, "B T X"], there_BS: Int[Array, "B S"], back_BT: Int[Array, "B T"]) -> Array:
-    """`x[there]`, zero where `there` is -1. `back` is the inverse of `there`, so that gradients are gathered, not
-    scattered."""
+    """`x[there]`, zero where it is -1. `back` is the inverse, so that gradients are gathered, not scattered."""
     return _taken(x, there_BS)
 
 

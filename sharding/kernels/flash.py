@@ -5,8 +5,6 @@ tile of keys visits for its gradients. The device computes the lists once for al
 segment and branch of each tile. Memory is linear in the length.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib
@@ -29,8 +27,7 @@ KERNELS = ("forward", "query_gradients", "key_gradients")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Visits:
-    """The tiles that the kernels visit under a `sharding.kernels.attention.Mask`. `lists` and `tilings` have an entry
-    for each kernel of `KERNELS`."""
+    """The tiles that the kernels visit under a `Mask`. `lists` and `tilings` have an entry for each of `KERNELS`."""
 
     segments: Any  # i32 [B, filled], with segment 0 at the ends to fill tiles
     branches: Any  # i32 [B, filled]
@@ -50,8 +47,7 @@ def visits_of(
     ahead: int = 0,
 ) -> Visits:
     """Returns the tiles to visit in rows whose first `ahead` keys have no query. `queries` give the dtype and the head
-    size, and `chosen(queries)` must be true. Must be called outside the loop over layers, because a layer that is
-    computed again would list the tiles again."""
+    size; `chosen(queries)` must be true. Call it outside the loop over layers, which may compute a layer again."""
     capability = target().capability
     hopper: Any = importlib.import_module(f"{__package__}.hopper") if for_hopper(queries) and not ahead else None
     settings = (tiling_of(kernel, queries.dtype, queries.shape[-1], capability) for kernel in KERNELS)
@@ -71,12 +67,9 @@ def visits_of(
 
 
 def for_hopper(queries: Array | jax.ShapeDtypeStruct) -> bool:
-    """Says whether `hopper` computes with such queries. On an H100, its forward pass took 0.62 to 0.79 of the Triton
-    kernel's time, and its backward pass 0.57 to 0.81 (`benchmarks/results/gpu_h100.json`).
-
-    With CUDA 12, the Triton kernels compute. The attention kernel that JAX ships, which is written in Mosaic, too,
-    refuses causal masks with CUDA 12.8 and 12.9, because their ptxas compiles it wrongly.
-    """
+    """Says whether `hopper`, which takes 0.57 to 0.81 of the Triton kernels' time, computes with such queries. It does
+    not with CUDA 12: JAX's own attention kernel in Mosaic refuses causal masks with CUDA 12.8 and 12.9, whose ptxas
+    compiles it wrongly."""
     if target().capability != 90 or queries.dtype != jnp.bfloat16 or queries.shape[-1] not in (64, 128):
         return False
     return not any(importlib.metadata.distributions(name="jax-cuda12-plugin"))
@@ -84,12 +77,11 @@ def for_hopper(queries: Array | jax.ShapeDtypeStruct) -> bool:
 
 def tiling_of(kernel: str, dtype: Any, head: int, capability: int) -> Tiling:
     """Returns the sizes of a kernel's tiles of queries and keys, which are the largest that ptxas fits into registers.
-
-    Only the settings of bfloat16 heads of 128 on Hopper were timed on a GPU (`benchmarks/results/gpu_h100.json`). As an
-    exception, for these heads, `key_gradients` has larger tiles that spill some registers, and is a fifth faster.
-
     Tensor cores of Hopper and of data centres' Blackwell read from shared memory, which leaves more registers free.
     These GPUs have 227 KiB of shared memory, other GPUs at least 99 KiB.
+
+    Only bfloat16 heads of 128 on Hopper were timed (`benchmarks/results/gpu_h100.json`). For these, `key_gradients` has
+    larger tiles, which spill some registers, and is a fifth faster.
     """
     wide = head > 64
     if jnp.dtype(dtype).itemsize == 4:
@@ -111,12 +103,9 @@ def forward(
     q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], visits: Visits
 ) -> tuple[Float[Array, "B T N H"], tuple]:
     """Computes grouped-query attention under the mask of `visits`. A query that reaches no key returns zeros. Only rows
-    with a query for every key (S = T) have gradients.
-
-    Scores, softmax and sums are float32. A product of float32 numbers is computed by three products of TF32 or six of
-    bfloat16, which are about as exact. Returns the outputs, and the arrays that `backward` needs. These include the log
-    of the sum of exponentiated scores, `[B, N, T]` float32, which is 0 for a query that reaches no key.
-    """
+    with a query for every key (S = T) have gradients. Scores, softmax and sums are float32; products of float32 numbers
+    are computed by three products of TF32 or six of bfloat16, which are about as exact. Returns the outputs, and the
+    arrays that `backward` needs, as the log of the sum of exponentiated scores, `[B, N, T]` float32 (0: no key)."""
     B, T, N, _ = q.shape
     if visits.bounds is not None:
         from . import hopper
@@ -183,8 +172,8 @@ def tile_table(
     segments: Int[Array, "B S"], branches: Int[Array, "B S"], queries: int, keys: int, causal: bool
 ) -> tuple[Bool[Array, "B Q K"], Bool[Array, "B Q K"]]:
     """Returns the tiles in which any query may reach a key, and the tiles in which every query reaches every key. S is
-    a multiple of the tiles' sizes. The first table has every needed tile. It also has needless tiles at borders of
-    segments, where branches are not compared, and in rows whose segment numbers do not ascend."""
+    a multiple of the tiles' sizes. The first table also has needless tiles at borders of segments, where branches are
+    not compared, and in rows whose segment numbers do not ascend."""
     most = jnp.iinfo(jnp.int32).max
 
     def ends(x: Array, size: int) -> tuple[Array, Array, Array]:
@@ -214,9 +203,8 @@ def tile_table(
 def tile_lists(
     active: Bool[Array, "B Q K"], whole: Bool[Array, "B Q K"]
 ) -> tuple[Int[Array, "B Q K"], Int[Array, "B Q 2"]]:
-    """Lists the indices of the active tiles of each line of the tables. First come the tiles that need the mask, then
-    the `whole` tiles. Also returns, for each list, (number of tiles that need the mask, number of active tiles).
-    Entries after a list's end are never read."""
+    """Lists the indices of the active tiles of each line of the tables: the tiles that need the mask, then the `whole`
+    tiles. Also returns, for each list, (number of tiles that need the mask, number of active tiles)."""
     masked = active & ~whole
     several = masked.sum(axis=2, dtype=jnp.int32)
     place = jnp.where(whole, several[:, :, None] + jnp.cumsum(whole, axis=2), jnp.cumsum(masked, axis=2)) - 1

@@ -106,8 +106,7 @@ def forward(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The grid is tiles of queries, query heads, rows. The last tiles start first: under a causal mask they have
-    the most work."""
+    """The grid is tiles of queries, query heads, rows. The last tiles, with most work under a causal mask, go first."""
     tile, head, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_head = head // (N // K)
     query = AHEAD + tile * QUERIES + tl.arange(0, QUERIES)

@@ -1,8 +1,7 @@
 """The output projection of a gated MLP, `(silu(gate) * up) @ down`, with a backward pass that reads gate and up once.
 
 The backward pass computes three arrays as large as `gate`: the gradients of gate and up, and `silu(gate) * up`. Without
-a barrier, XLA on GPUs computes these arrays in three kernels, which read 7 arrays of this size. With a barrier, XLA
-makes one kernel, which reads 3 arrays of this size.
+a barrier, XLA on GPUs computes them in three kernels, which read 7 such arrays; with a barrier, in one, which reads 3.
 """
 
 import jax

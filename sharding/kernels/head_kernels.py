@@ -21,7 +21,7 @@ def _logits(
     D: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The logits of a tile that begins at a token and an id. Beyond the end, the last token or id is repeated, so that
-    loads need no mask. The caller leaves the repetitions out."""
+    loads need no mask."""
     depth = tl.arange(0, DEPTH)[None, :]
     # Offsets begin at a scalar of 64 bits, because a head may have more than 2**31 numbers.
     hidden = (

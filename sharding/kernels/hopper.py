@@ -11,8 +11,6 @@ arXiv:2407.08608, 3.2). Products accumulate in float32; the running softmax is t
 `jax.experimental.pallas.mosaic_gpu` is documented as unstable; this file and `hopper_gradients` use its public names.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math
@@ -52,8 +50,7 @@ def bounds_of(segments: jax.Array, branches: jax.Array, causal: bool) -> Bounds:
     latest = jnp.maximum(real, 0)
 
     def run(new: jax.Array) -> jax.Array:
-        """Returns, for each token, the index after the last real token of its run. `new` marks the first tokens of
-        runs."""
+        """The index after the last real token of each token's run. `new` marks the first tokens of runs."""
         starts = jnp.where(jnp.roll(new, -1, axis=1).at[:, -1].set(True), index, filled)
         end = lax.cummin(starts, axis=1, reverse=True)
         return jnp.take_along_axis(real, end, axis=1) + 1

@@ -6,8 +6,6 @@ keys; it issues the product for the gradients of a tile together with the scores
 it computes 64 keys against tiles of 64 queries, for all query heads that read its KV head one after another.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -65,8 +63,7 @@ def _call(
     body: Callable[[_Warpgroup], Any], still: tuple[jax.Array, ...], moving: tuple[jax.Array, ...], lists: Lists,
     readers: int, results: int,
 ) -> Any:  # fmt: skip
-    """Runs a kernel over all tiles of `still`, all heads and rows; tiles of `moving` go through the ring. The results
-    are like the first arrays of `still`."""
+    """Runs a kernel over all tiles of `still`; those of `moving` go through the ring. Results are like `still`."""
     B, _, heads, H = still[0].shape
     stages = hopper.TILINGS[results].stages
 

@@ -1,12 +1,9 @@
 """Attention of decoding over pages, with a Triton kernel on NVIDIA GPUs and portable JAX elsewhere.
 
-Each sequence has one new token, whose query looks at the first `length` entries of the sequence's pages. The kernel
-reads a sequence's pages in place, up to the last entry. It cuts a long sequence into parts that run side by side, whose
-sums are combined at the end. The portable form gathers one block of pages of all sequences at a time, up to the longest
-sequence. Every bit of an output depends on its own sequence alone.
+The kernel reads a sequence's pages in place, up to the last entry. It cuts a long sequence into parts that run side by
+side, whose sums are combined at the end. The portable form gathers one block of pages of all sequences at a time, up to
+the longest sequence. Every bit of an output depends on its own sequence alone.
 """
-
-from __future__ import annotations
 
 import functools
 from typing import Any
@@ -35,8 +32,7 @@ def paged_attention(
     layer: int,
 ) -> Float[Array, "B N H"]:
     """Computes grouped-query attention of one token of each sequence over the first `length` (at least 1) entries of
-    its pages. Page numbers after the last entry may be out of range. Scores, softmax and sums are float32. All entries
-    of the pages must be finite."""
+    its pages, which must all be finite. Later page numbers may be out of range. Scores and sums are float32."""
     return (_by_parts if chosen(q, k, v) else _by_blocks)(q, k, v, pages, length, layer)
 
 

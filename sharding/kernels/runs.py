@@ -1,9 +1,8 @@
 """The table of chunks by which layers with a state go through packed rows.
 
 A run is all tokens of one segment and branch, in the order of their columns. The path of a token is the token's run up
-to the token. If the token belongs to a branch, the path begins with the run of the prompt. A layer with a state
-(`delta`) computes chunks, each of tokens of one run. The layer's state begins anew at each segment. Every branch begins
-with the state at the end of the prompt. Padding is in no run.
+to the token, in a branch behind the run of the prompt. A layer with a state (`delta`) computes chunks of tokens of one
+run. Its state begins anew at each segment, and in every branch as at the end of the prompt. Padding is in no run.
 """
 
 import dataclasses
@@ -54,10 +53,9 @@ def chunk_size(longest: int) -> int:
 def packed_runs(
     segments_BT: np.ndarray, branches_BT: np.ndarray, chunks: int = 0, *, given: bool = False, size: int = CHUNK
 ) -> PackedRuns:
-    """Returns the table of packed rows, whose arrays follow the rules of `models.inputs.PackedTokens`. Every row gets
-    `chunks` chunks (0: as many as the fullest row needs) of `size` tokens. With `given`, the first run of each row
-    begins with a state that the caller has. Raises ValueError if `chunks` are too few for a row, or if a branch has a
-    token before the last token of its prompt."""
+    """Returns the table of packed rows (`models.inputs.PackedTokens`). A row gets `chunks` chunks (0: as many as the
+    fullest row needs) of `size` tokens. With `given`, the first run of each row begins with a state that the caller
+    has. Raises ValueError for too few chunks, or a branch that begins before its prompt ends."""
     rows = [_Row(*row, size, given) for row in zip(segments_BT, branches_BT, strict=True)]
     most = max((row.chunks for row in rows), default=0)
     if chunks and most > chunks:
@@ -117,8 +115,7 @@ class _Row:
         return columns.reshape(chunks, self.size), cells, start, before, self._path(np.array([self.end]))[0]
 
     def _path(self, last: np.ndarray) -> np.ndarray:
-        """Returns the columns of each token of `last` and of the two previous tokens on the token's path, oldest
-        first."""
+        """The columns of each token of `last` and of the two previous tokens on its path, oldest first."""
         path = [last]
         for _ in range(TAIL - 1):
             path.insert(0, self.previous[path[0]])

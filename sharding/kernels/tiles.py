@@ -1,9 +1,8 @@
 """Attention over one packed stream that computes only the tiles in which a query reaches a key.
 
 Scores are cut into square tiles. The active tiles, in which a query may reach a key, are listed once for all layers.
-The forward and the backward pass of each layer loop over the list. The length of the list is data, so that it may
-differ between the devices of one program. The running softmax of FlashAttention (arXiv:2205.14135) combines tiles. The
-backward pass computes scores again, so that memory is linear in the length.
+The length of the list is data, so that it may differ between the devices of one program. The running softmax of
+FlashAttention (arXiv:2205.14135) combines tiles. The backward pass computes scores again, in linear memory.
 
 A tile is computed by a batch of plain matrix products. Queries are `[tiles, K, R * tile, H]`, in which the `R` query
 heads of one KV head are stacked.
@@ -42,9 +41,8 @@ class Tiles:
 
 
 def tile_size(tokens: int) -> int:
-    """Returns the size of a tile. A stream has at most 256 tiles. Small tiles skip more scores, large tiles need fewer
-    iterations. On CPUs, 64 and 128 were the fastest sizes up to 4096 tokens. On other devices, each iteration launches
-    kernels, so that larger tiles should be faster (not measured)."""
+    """Returns the size of a tile. A stream has at most 256 tiles. On CPUs, 64 and 128 were the fastest sizes up to 4096
+    tokens. On other devices, each iteration launches kernels, so that larger tiles should be faster (not measured)."""
     least = (64 if tokens <= 512 else 128) if target().platform == "cpu" else 512
     at_256_tiles = 1 << max((tokens - 1).bit_length() - 8, 0)
     return min(max(least, at_256_tiles), -(-tokens // 8) * 8)
@@ -55,10 +53,8 @@ def tile_list(
 ) -> Tiles:
     """Returns the tiles in which `sharding.kernels.attention.Mask` (causal) lets a query reach a key. `tile=0` chooses
     a size. `queries` has the dtype and the head size of all layers' queries. Without `queries`, `flash` never computes.
-
-    The list has every needed tile. If segments and branches are contiguous, needless tiles are only at the border of
-    two segments, where branches are not compared. Padding may be anywhere, and segments may have any numbers.
-    """
+    Padding may be anywhere, and segments may have any numbers. If segments and branches are contiguous, needless tiles
+    are only at the border of two segments, where branches are not compared."""
     S = segments_S.shape[0]
     tile = tile or tile_size(S)
     tiles = -(-S // tile)
@@ -85,10 +81,9 @@ def forward(
 ) -> tuple[Float[Array, "S N H"], tuple]:
     """Computes grouped-query attention over a stream. Scores, softmax and sums are float32. Padding gives zeros.
 
-    Returns the outputs, and the arrays that `backward` needs. These include the log of the sum of exponentiated scores
-    (float32), which is 0 for a query that reaches no key. The log is `[tiles, K, M]` with `M = R * tile` queries, or
-    `[1, N, S]` if `flash` computes. Under `shard_map`, `q`, `k` and `v` must vary over at least the mesh axes over
-    which `tiles` varies.
+    Returns the outputs, and the arrays that `backward` needs, such as the log of the sum of exponentiated scores (0: no
+    key is reached), float32 `[tiles, K, R * tile]`, or `[1, N, S]` if `flash` computes. Under `shard_map`, `q`, `k` and
+    `v` must vary over at least the mesh axes over which `tiles` varies.
     """
     if tiles.visits is not None:
         out, kept = flash.forward(q_SNH[None], k_SKH[None], v_SKH[None], tiles.visits)

@@ -34,20 +34,18 @@ _NEWS = 2.0  # seconds within which the wires report a death that broke a transf
 
 class Links:
     """Arrays travel through `jax.experimental.transfer`. One TCP connection between each two processes carries messages
-    and notices a death at once. Any thread may call the methods. Only one thread at a time may call `receive` for one
-    process, or `barrier` with one name.
+    and notices a death at once. Any thread may call the methods, but only one at a time may `receive` from a process,
+    or wait at a barrier of one name.
 
     Creation is collective: all processes of `jax.distributed` (started by `initialize` of this package) create `Links`
-    in the same order. A single process opens no connection.
+    in the same order. Raises LinkError if the processes do not reach each other within `timeout` seconds: over loopback
+    if all share a host, otherwise at the address from which a host speaks to the others.
 
     A peer is lost if its connection closes without `close` (its process was killed or crashed), or if it sends nothing
     for `timeout` seconds (its process is stopped, its host or network is gone). `timeout` must be below JAX's own
     `heartbeat_timeout_seconds`. After a loss or a reported failure, waits and later calls raise LinkError, and every
     peer gets a report. `leave` ends this process after `grace` seconds, since a thread inside a collective with a dead
     process can't be woken.
-
-    Peers reach this process over loopback if all processes share a host, and otherwise at the address from which this
-    host speaks to them. Raises LinkError if the processes do not reach each other within `timeout`.
     """
 
     def __init__(self, *, timeout: float = 60.0, grace: float = 10.0) -> None:
@@ -102,10 +100,9 @@ class Links:
         self.barrier("links")
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
-        """Offers `arrays` under `key` for one fetch by one peer. Each array is on one local device and may still be
-        computing. Raises ValueError for an empty array, for which the transfer engine would wait for ever. Does not
-        wait. A key is 0 to 2**63 and used once in the life of this process. The arrays are held until they have been
-        fetched; donating or deleting an array earlier breaks the fetch."""
+        """Offers `arrays` under `key` for one fetch by one peer, without waiting. Each is on one local device and may
+        still be computing. A key is 0 to 2**63 and used once in the life of this process. Arrays are held until they
+        have been fetched; donating or deleting one earlier breaks the fetch. Raises ValueError for an empty array."""
         self.check()
         if not all(array.size for array in arrays):
             raise ValueError(f"an empty array is offered under {key}: whoever fetches it would wait for ever")
@@ -113,10 +110,9 @@ class Links:
             self._server.await_pull(key, list(arrays))
 
     def fetch(self, process: int, key: int, like: Sequence[jax.ShapeDtypeStruct], device: Device) -> list[jax.Array]:
-        """Fetches to the local `device` the arrays that `process` offers, or will offer, under `key`. Does not wait.
-        The arrays have the shapes and dtypes of `like`, which must be those of the offer. Programs can be called on the
-        arrays before they are filled in. Wait with `ready` for the arrays, and for results computed from them, since
-        `jax.block_until_ready` hangs if the peer hangs."""
+        """Fetches to the local `device`, without waiting, the arrays that `process` offers, or will offer, under `key`.
+        `like` has the shapes and dtypes of the offer. Programs can be called on the arrays before they are filled in.
+        Wait with `ready` for them, and for results, since `jax.block_until_ready` hangs if the peer hangs."""
         self.check()
         if process not in self._peers:
             raise ValueError(f"process {self.process} of {self.processes} can't fetch from process {process}")
@@ -138,8 +134,8 @@ class Links:
         raise self._error()
 
     def explain(self, error: BaseException) -> BaseException:
-        """Returns the LinkError that explains the error of a program, a collective or a transfer, or else `error`.
-        Waits up to two seconds: a program that needed a dead process may fail before the wires report the death."""
+        """The LinkError that explains an error of a program, collective or transfer, or else `error`. Waits up to two
+        seconds: a program that needed a dead process may fail before the wires report the death."""
         if self._peers and not isinstance(error, LinkError):
             with self._news:
                 if self._news.wait_for(lambda: self._failure, _NEWS):
@@ -162,14 +158,12 @@ class Links:
             return self._counts[topic]
 
     def wait(self, topic: str, at_least: int) -> None:
-        """Waits until `at_least` notifications of `topic` have arrived since the beginning, from all processes
-        together. Raises LinkError if a failure comes first."""
+        """Waits until `at_least` notifications of `topic` have ever arrived. Raises LinkError after a failure."""
         self._await(lambda: self._counts[topic] >= at_least, self._hopeless)
 
     def send(self, process: int, *data: bytes) -> int:
-        """Sends `data`, joined to one message, to the peer `process`, whose `receive` returns messages in the order of
-        sending. Returns the number of bytes. Waits only if the peer's buffers are full. Raises ValueError for more than
-        a GiB."""
+        """Sends `data`, joined to one message, to the peer `process`, whose `receive` returns messages in order.
+        Returns the number of bytes. Waits only if the peer's buffers are full. Raises ValueError above a GiB."""
         self.check()
         size = sum(map(len, data))
         if size > MOST:
@@ -180,8 +174,7 @@ class Links:
         return size
 
     def receive(self, process: int) -> bytes:
-        """Waits for the next message that `process` has sent by `send`, and returns it. Raises LinkError if a failure
-        comes first."""
+        """Waits for the next message of `process`, and returns it. Raises LinkError if a failure comes first."""
         box = self._boxes[process]
         self._await(lambda: bool(box), lambda: self._over() or process in self._peers_closed)
         with self._news:
@@ -195,8 +188,8 @@ class Links:
                 del self._counts[topic]
 
     def barrier(self, name: str) -> None:
-        """Waits until all processes have called `barrier` with `name` as often as this process. Raises LinkError if a
-        failure comes first. No device takes part."""
+        """Waits until all processes have called `barrier` with `name` as often as this one, without devices. Raises
+        LinkError if a failure comes first."""
         self.check()
         for peer in self._peers:
             self.notify(peer, f"barrier of {self.process}: {name}")
@@ -220,9 +213,8 @@ class Links:
             raise self._error()
 
     def close(self) -> None:
-        """Closes the links in good order and notifies the peers. In a peer, `receive` from this process and `barrier`
-        then fail at once, other waits fail after the time-out. Call `close` after a `barrier`, as peers may still fetch
-        offered arrays. After a failure, call `leave` instead."""
+        """Closes the links in good order, after a `barrier`: peers may still fetch arrays. Then `receive` and `barrier`
+        fail at once in a peer, other waits after the time-out. After a failure, call `leave` instead."""
         with self._news:
             if self._closed or self._announced:
                 return
@@ -317,9 +309,9 @@ class Links:
 
 
 def _arrive(arrays: Sequence[jax.Array], hopeless: Callable[[], bool]) -> bool:
-    """Returns True once all `arrays` are fetched or computed, False soon after `hopeless()`: JAX's own wait for a
-    hanging peer never ends. Raises the error of the program or the transfer that should have filled the arrays. JAX's
-    wait runs in a thread that can't be stopped. If the arrays never arrive, the thread waits until the process ends."""
+    """Returns True once all `arrays` are fetched or computed, False soon after `hopeless()`. Raises the error of the
+    program or transfer that should have filled them. JAX's own wait, which never ends if a peer hangs, runs in a
+    thread that can't be stopped."""
     done, errors = threading.Event(), list[Exception]()
 
     def wait() -> None:
@@ -342,10 +334,10 @@ _ending = threading.Lock()
 
 
 def leave(error: BaseException, links: Links | None = None, code: int = 1) -> NoReturn:
-    """Reports `error` to the peers, and ends this process with one line on standard error and exit status `code`. The
-    process ends at once and without Python's exit handlers, so files must be written before. JAX's shutdown, one of the
-    handlers, waits for dead processes until the heartbeat time-out (100 s), and aborts. A thread that waits within JAX
-    for arrays that never arrive aborts an interpreter that is about to end."""
+    """Reports `error` to the peers, and ends this process at once with one line on standard error and exit status
+    `code`. Python's exit handlers do not run, so files must be written before: JAX's handler waits for dead processes
+    until the heartbeat time-out (100 s), and aborts. A thread that waits within JAX for arrays that never arrive would
+    abort an interpreter that ends."""
     error = error if links is None else links.explain(error)
     line = str(error) if isinstance(error, LinkError) else f"{type(error).__name__}: {error}"
     if links is not None:

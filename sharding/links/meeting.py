@@ -4,8 +4,7 @@ The processes exchange addresses and secrets through `jax.distributed`. A connec
 own process and the secret of the called process.
 
 `initialize` starts `jax.distributed` through a relay in each process but 0, so that these have time to report the death
-of process 0 (`docs/parallelism.md`, "Several processes"). A relay forwards every byte. Once it has reached the service,
-it never closes the connection to its process.
+of process 0 (`docs/parallelism.md`, "Several processes"): a relay never closes the connection to its process.
 """
 
 import contextlib
@@ -71,8 +70,8 @@ def place() -> str:
 
 
 def own_address(peer_hosts: Sequence[str]) -> str:
-    """Returns this host's IP address towards the first of `peer_hosts` (names) that it does not reach over loopback.
-    Without such a host, returns the address of the default route, or 127.0.0.1 without such a route. Sends nothing."""
+    """This host's IP address towards the first of `peer_hosts` (names) that it does not reach over loopback; else that
+    of the default route, or 127.0.0.1. Sends nothing."""
     for name in (*peer_hosts, "192.0.2.1"):  # an address for documentation: it belongs to nobody
         try:
             found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
@@ -137,9 +136,8 @@ def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: f
 
 
 def _callers(door: socket.socket, most: int, end: float) -> Generator[tuple[socket.socket, bytes]]:
-    """Yields each caller with its greeting as soon as the greeting's line is complete: no caller waits for another. At
-    most `most` callers without a greeting stay connected: a further caller replaces the oldest. Raises OSError at
-    `end`."""
+    """Yields each caller with its greeting as soon as the greeting's line is complete. At most `most` callers without a
+    greeting stay connected: a further caller replaces the oldest. Raises OSError at `end`."""
     said: dict[socket.socket, bytes] = {}
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as leaving:
         leaving.callback(lambda: [caller.close() for caller in said])
@@ -190,10 +188,9 @@ def _greeted(greeting: bytes, secret: str) -> int:
 
 
 def initialize(coordinator: str, processes: int, process: int, **options: Any) -> None:
-    """Calls `jax.distributed.initialize` with these arguments; all processes but 0 reach `coordinator` through a relay.
-    `coordinator` is `host:port`; on loopback, no other host reaches the service. `heartbeat_timeout_seconds` must stay
-    above the time-out of `Links`: otherwise `Links` has no time to name a process that hangs. The relay can run in
-    threads of this process, since JAX's calls to the service release the interpreter lock."""
+    """Calls `jax.distributed.initialize` with these arguments; all processes but 0 reach `coordinator` (`host:port`)
+    through a relay in threads. `heartbeat_timeout_seconds` must stay above the time-out of `Links`: otherwise `Links`
+    has no time to name a process that hangs."""
     if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1:
         # On one core XLA would have one thread, and arrays of other processes would arrive only between computations.
         os.environ.setdefault("NPROC", "2")

@@ -45,8 +45,7 @@ class Wire:
         return cls(end, end.makefile("rb"), threading.Lock())
 
     def write(self, message: Message, *data: bytes) -> None:
-        """Sends a message, then `data`, whose total length must be the message's field `bytes`. Sending copies no
-        data."""
+        """Sends a message, then `data`, uncopied, whose total length must be the message's field `bytes`."""
         head = json.dumps(message).encode() + b"\n"
         missing = len(head) + int(message.get("bytes", 0))
         waiting: list[bytes | memoryview] = [head, *data]
@@ -85,8 +84,7 @@ class Wire:
 class Wires:
     """The wires of one process at work. The thread that listens to a peer calls `heard(process, message, data)` for
     every message, in order, and `gone(process, why)` once, after the last message. A peer that sends no byte for
-    `timeout` seconds is gone. A thread of every process sends at least five heartbeats in this time. Heartbeats stop
-    only if the process is stopped, is cut off, holds the interpreter lock, or has a peer that reads nothing."""
+    `timeout` seconds, in which a thread sends at least five heartbeats, is gone."""
 
     def __init__(
         self,
@@ -125,8 +123,7 @@ class Wires:
             thread.join(max(end - time.monotonic(), 0.0))
 
     def close(self) -> None:
-        """Ends sending, and goes on listening until the peers close, too. Closing a socket earlier would reset the
-        connection and lose messages under way."""
+        """Ends sending, and listens until the peers close, too: a reset would lose messages under way."""
         self._closed.set()
         for wire in self._wires.values():
             self._hang_up(wire, socket.SHUT_WR)

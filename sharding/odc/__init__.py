@@ -3,5 +3,4 @@
 
 class OdcError(RuntimeError):
     """A device failed within a minibatch, or a process was lost. The message names the device or process, the stage and
-    the reason. Parameters are unchanged. A single process may try the next minibatch, but several processes must all
-    end."""
+    the reason. Parameters are unchanged. A single process may go on, but several processes must all end."""

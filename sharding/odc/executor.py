@@ -62,8 +62,7 @@ class _Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A device's part of a minibatch. For each `i` in `indices`, the device runs the batch `batches[i]` by the programs
-    of `microbatches[i]`."""
+    """A device's part of a minibatch: it runs the batches of these indices by the programs of `microbatches`."""
 
     indices: tuple[int, ...]
     batches: Sequence[PyTree]
@@ -82,17 +81,15 @@ class Task:
 
 
 class Worker:
-    """Runs the task of device `number`. `read` returns the host arrays of a batch. `place` describes the present step.
-    `tally` combines the results of all trained microbatches. `results` are the results of forward passes without
-    training, by the index of the batch."""
+    """Runs the task of device `number`. `read` returns the host arrays of a batch."""
 
     def __init__(
         self, number: int, device: Device, task: Task, check: Callable[[], None], read: Callable[[PyTree], PyTree]
     ) -> None:
         self.number, self.device, self.task = number, device, task
-        self.place = "its first microbatch"
-        self.results: dict[int, PyTree] = {}
-        self.tally: tuple[jax.Array, Tally] | None = None  # (loss, tally), or None before training
+        self.place = "its first microbatch"  # describes the present step
+        self.results: dict[int, PyTree] = {}  # of forward passes without training, by the index of the batch
+        self.tally: tuple[jax.Array, Tally] | None = None  # (loss, tally) of all trained microbatches so far
         self.seconds = 0.0
         self._check, self._read = check, read
         self._steps = 0  # steps dispatched so far
@@ -167,9 +164,9 @@ class Worker:
 
 class Odc:
     """Computes the loss and the log-probs of `strategy` with weights that are fetched on demand. Parameters and
-    gradients are laid out as under `strategy`, which may also be used between two minibatches. A device holds the
-    complete weights of at most three steps (layers, or parts between two stacks of layers). While a minibatch runs,
-    each device also holds its part of the parameters in the compute dtype."""
+    gradients are laid out as under `strategy`, which may also be used between two minibatches. While a minibatch runs,
+    a device holds the complete weights of at most three steps (layers, or parts between two stacks of layers), and its
+    part of the parameters in the compute dtype."""
 
     def __init__(
         self,
@@ -199,13 +196,10 @@ class Odc:
     def loss_and_grad(
         self, params: Params, batches: Sequence[PyTree], devices: Sequence[int], work: Sequence[float] = ()
     ) -> tuple[jax.Array, Tally, Params]:
-        """Returns (loss, tally, gradients), summed over all microbatches. The maxima in the tallies are combined by the
-        maximum. `devices[i]` computes the `i`-th microbatch.
-
+        """Returns (loss, tally, gradients), summed over all microbatches. `devices[i]` computes the `i`-th microbatch.
         Every process needs the batches of its own devices as arrays on the host, and at least the shapes of all other
         batches. `work` is the predicted work of each batch, in any unit, and decides the deterministic order. Raises
-        OdcError in all processes if a device or a process fails.
-        """
+        OdcError in all processes if a device or a process fails."""
         tasks = self._tasks(self._strategy.loss, batches, devices)
         failure = _Failure(self._links)
         orders = self._orders(tasks, work or [1.0] * len(batches)) if self._deterministic else None
@@ -217,8 +211,7 @@ class Odc:
         return loss, tally, grads
 
     def logprobs(self, params: Params, inputs: Sequence[PyTree], devices: Sequence[int]) -> list[PyTree]:
-        """Returns the result of `forward` for each of `inputs`, on the device that computed the result. The result of
-        another process's device is None."""
+        """The result of `forward` for each of `inputs` on its device; None for a device of another process."""
         tasks = self._tasks(self._strategy.forward, inputs, devices)
         workers = self._run(params, tasks, _Failure(self._links))
         found = {i: result for worker in workers for i, result in worker.results.items()}
@@ -240,8 +233,7 @@ class Odc:
         return [Task(indices, batches, microbatches) for indices in shares]
 
     def _staged_for(self, function: Loss | Forward, batch: PyTree) -> StagedMicrobatch:
-        """Returns the programs of `function`, the strategy's `loss` or `forward`, for batches of the shapes of
-        `batch`."""
+        """Returns the programs of the strategy's `loss` or `forward` for batches of the shapes of `batch`."""
         strategy = self._strategy
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
         leaves, tree = jax.tree.flatten(abstract)
@@ -260,8 +252,7 @@ class Odc:
     def _run(
         self, params: Params, tasks: Sequence[Task], failure: _Failure, gradients: PushedGradients | None = None
     ) -> list[Worker]:
-        """Runs the tasks of this process's devices, each on its own thread, to the end of the minibatch. Without
-        `gradients`, runs only forward passes."""
+        """Runs the tasks of this process's devices, each on its own thread; without `gradients`, only forward."""
         published, number = self._rows.publish(params), next(_numbers)
         trips = [task.itinerary(gradients is not None) for task in tasks]
         traffic = Traffic(self._rows, published, self._devices, self._local, self._links, number)
@@ -298,8 +289,8 @@ class Odc:
         return workers
 
     def _orders(self, tasks: Sequence[Task], work: Sequence[float]) -> dict[Device, dict[Key, list[Turn]]]:
-        """Returns, for each owner in this process and each key, the order in which pushes are added. This is the order
-        of the expected ends of the microbatches, the same for all owners of a group."""
+        """Returns, for each owner in this process and each key, the order in which pushes are added: that of the
+        expected ends of the microbatches, the same for all owners of a group."""
         orders: dict[range, dict[Key, list[Turn]]] = {}
         for group in {self._rows.members(d) for d in self._local}:
             orders[group] = {}

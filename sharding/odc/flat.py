@@ -28,8 +28,7 @@ from ..weights import WeightSpec, cut_of
 
 @dataclasses.dataclass(frozen=True)
 class RowPiece:
-    """A weight in a unit, cut along `dim` into `shards` (1: not cut). Each shard is on `copies` devices, and a device
-    owns `size` elements."""
+    """A weight in a unit, cut along `dim` into `shards` (1: not cut), each of which is on `copies` devices."""
 
     leaf: int
     shape: tuple[int, ...]
@@ -39,6 +38,7 @@ class RowPiece:
 
     @property
     def size(self) -> int:
+        """The number of elements that a device owns."""
         return -(-math.prod(self.shape) // self.shards // self.copies)
 
     @property
@@ -48,8 +48,7 @@ class RowPiece:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Weights that lie one after another in a row. There is a row for each of `layers` layers, or one row for weights
-    outside all stacks (`layers` is 0)."""
+    """Weights that lie one after another in a row: one row for each layer, or one outside all stacks (0 layers)."""
 
     pieces: tuple[RowPiece, ...]
     layers: int
@@ -65,9 +64,8 @@ class Unit:
 
 
 class ParameterRows:
-    """The units of a strategy's parameters. Turns parameters into rows, and gradient rows into gradients. Rows are sent
-    in the compute dtype. `group` neighbouring devices (0: all) together hold one copy of all rows. Raises MeshError if
-    `group` devices are no group of the mesh."""
+    """Turns a strategy's parameters into rows, in the compute dtype, and gradient rows into gradients. `group`
+    neighbouring devices (0: all), a group of the mesh (else MeshError), together hold one copy of all rows."""
 
     def __init__(self, strategy: Fsdp, group: int = 0) -> None:
         mesh = strategy.mesh
@@ -100,8 +98,7 @@ class ParameterRows:
     def whole(
         self, units: Sequence[int], rows: Sequence[Sequence[jax.Array]], leaves: Sequence[int]
     ) -> list[jax.Array]:
-        """Makes the complete weights `leaves` (of one layer) from the rows of all these `units` and of all devices of a
-        group."""
+        """Makes the complete weights `leaves` (of one layer) from the rows of `units` of all devices of a group."""
         found: dict[int, jax.Array] = {}
         for unit, unit_rows in zip((self.units[number] for number in units), rows, strict=True):
             # [group, outer, size] -> [devices, size], where device `n` is member `n % group` of group `n // group`
@@ -167,8 +164,8 @@ class ParameterRows:
 
 
 def _modules(declared: Sequence[WeightSpec], params: Params) -> list[list[int]]:
-    """Groups the leaves that are fetched together. A group has the leaves of a largest module whose weights are either
-    all stacked or all unstacked. A text decoder has four of these modules: embedding, layers, last norm, head."""
+    """Groups the leaves that are fetched together: those of a largest module whose weights are all stacked or all
+    unstacked. A text decoder has four of these modules: embedding, layers, last norm, head."""
     leaves, tree = jax.tree.flatten(params)
     stacked = [len(leaf.shape) - len(spec.shape) for leaf, spec in zip(leaves, declared, strict=True)]
     found: list[list[int]] = []

@@ -1,11 +1,8 @@
 """Cuts a model's loss into stages. Each layer, and each part between two stacks of layers, is a program.
 
 The loss is traced once with complete weights (`Trace`). A `MarkingWalk` puts one equation into the trace for each stack
-that the model walks with `Walk.scan`. The equations between two stacks form another stage. ODC therefore computes the
-same operations as other strategies.
-
-Only this file of ODC reads JAX's representation of programs. Its own primitive marks a stack, because the parameters of
-JAX's loops are private and change from release to release.
+that the model walks with `Walk.scan`. The equations between two stacks form another stage. A primitive of this file
+marks a stack, because the parameters of JAX's loops are private and change from release to release.
 """
 
 import dataclasses
@@ -67,10 +64,9 @@ class StageError(ValueError):
 
 
 class Trace:
-    """The equations of `function(*args)`, whose arguments may be abstract (`ShapeDtypeStruct`) or traced. `inputs` are
-    the variables of the arguments' leaves, and `outputs` the variables or literals of the results' leaves. `results`
-    are the results' shapes. `constants` has the values (arrays, or traced values from outside the function) of all
-    other variables that the equations read."""
+    """The equations of `function(*args)`, whose arguments may be abstract (`ShapeDtypeStruct`) or traced. `inputs` and
+    `outputs` are the variables of the arguments' and results' leaves, `results` the results' shapes. `constants` has
+    the values (arrays, or traced values from outside the function) of all other variables that the equations read."""
 
     def __init__(self, function: Callable[..., PyTree], *args: PyTree) -> None:
         closed, self.results = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -127,8 +123,7 @@ class MarkingWalk(Walk):
         step: Callable[[Any, PyTree, PyTree], tuple[PyTree, PyTree]],
         xs: PyTree = None,
     ) -> tuple[PyTree, PyTree]:
-        """Marks a stack in a `Trace`, without running the stack. Raises StageError if `step` returns outputs beside
-        the carry, or a carry of other shapes."""
+        """Raises StageError if `step` returns outputs beside the carry, or a carry of other shapes."""
         given, start = jax.tree.flatten(carry)
         bodies: dict[str, LayerBody] = {}
         inputs: list[Any] = []
@@ -168,10 +163,9 @@ def _shapes(tree: PyTree) -> PyTree:
 
 
 class Program:
-    """All steps of `function(params, batch)` in order. Both arguments may be abstract (`ShapeDtypeStruct`). `inputs`
-    are the slots of the batch's leaves. `outputs` are the slots of the function's results, or constants. `tree` is the
-    results' structure. Raises StageError for a stack that starts from a constant or a weight, or whose layers all read
-    one weight unsliced."""
+    """All steps of `function(params, batch)` in order; both arguments may be abstract. `inputs` are the slots of the
+    batch's leaves, `outputs` those of the function's results, or constants, `tree` their structure. Raises StageError
+    for a stack that starts from a constant or a weight, or whose layers all read one weight unsliced."""
 
     def __init__(self, function: Callable[[Params, PyTree], PyTree], params: Params, batch: PyTree) -> None:
         self._trace = trace = Trace(function, params, batch)

@@ -29,21 +29,18 @@ _FETCH, _PUSH = 0, 1
 
 
 def held_at(itinerary: Itinerary, step: int) -> list[Key]:
-    """Returns the keys of the weights that the window holds or fetches when this step is dispatched. These are the
-    weights of this step and of the next step."""
+    """The keys of the weights of this step and of the next one, which the window holds when the step is dispatched."""
     return list(dict.fromkeys(key for needs in itinerary[step : step + 2] for key in needs))
 
 
 def fetches(itinerary: Itinerary) -> list[list[Key]]:
-    """Returns the keys that are fetched before each step. Weights that are still held are not fetched again. Owners in
-    other processes compute the same lists."""
+    """The keys that are fetched before each step: not those still held. Owners elsewhere compute the same lists."""
     held = [held_at(itinerary, step) for step in range(len(itinerary))]
     return [[key for key in now if key not in before] for before, now in itertools.pairwise([[], *held])]
 
 
 class Window:
-    """Fetches the weights of an itinerary. `fetch(key, count)` starts the transfer number `count`. `ready` waits for
-    fetched rows."""
+    """Fetches the weights of an itinerary. `fetch(key, count)` starts transfer `count`; `ready` waits for rows."""
 
     def __init__(
         self, itinerary: Itinerary, fetch: Callable[[Key, int], Row], ready: Callable[[Sequence[Row]], None]
@@ -92,8 +89,7 @@ class _Owner:
 
 class PushedGradients:
     """Sums of pushed rows, in float32, on the devices that own the rows. `orders` has, for each owner's device and each
-    key, the order in which pushes are added (None: the order of arrival). `check` is called while a push waits, and
-    raises if the minibatch has failed."""
+    key, the order in which pushes are added (None: of arrival). `check` raises if the minibatch has failed."""
 
     def __init__(
         self,
@@ -146,9 +142,8 @@ def _sum(total: jax.Array, row: jax.Array) -> jax.Array:
 
 
 class Traffic:
-    """The transfers of one minibatch. `published` are the published rows of parameters. `devices` are all devices in
-    the order of the mesh, and `local` the numbers of this process's devices. `links` lead to the other processes (None:
-    there are none). `number` is the minibatch's number in the lifetime of the links."""
+    """The transfers of one minibatch, of this number in the lifetime of the links (None: there is one process).
+    `devices` are all devices in the order of the mesh, `local` the numbers of this process's devices."""
 
     def __init__(
         self,
@@ -173,8 +168,7 @@ class Traffic:
         return [d for d in range(len(self._devices)) if d not in self._local and self._owners_here(d)]
 
     def offer(self, trips: Sequence[Itinerary]) -> None:
-        """Offers all rows that devices of other processes will fetch from this process. `trips[d]` is the itinerary of
-        device `d`."""
+        """Offers all rows that devices of other processes will fetch from this process on their `trips`."""
         for client in self.clients:
             keys = [key for keys in fetches(trips[client]) for key in keys]
             for count, key in enumerate(keys):
@@ -244,8 +238,7 @@ class Traffic:
         return self._links.fetch(self._devices[source].process_index, name, [like], self._devices[device])[0]
 
     def _name(self, kind: int, client: int, count: int, owner: int) -> int:
-        """Returns the name of a transfer, unique in the offering process. Raises ValueError if 63 bits do not
-        suffice."""
+        """The name of a transfer, unique in the offering process. Raises ValueError if 63 bits do not suffice."""
         name = 0
         for part, bits in ((self._number, 24), (kind, 1), (client, 10), (owner, 10), (count, 18)):
             if part >> bits:

@@ -2,11 +2,10 @@
 that all devices compute for equally long and little is sent.
 
 FlexUlysses has two objectives. First, the tokens of a device are within the memory limit, and the largest compute load
-is within `Limits.tolerance` of the smallest possible. If not both can be met, excess memory weighs a hundred times as
-much as excess compute. Second, among plans that reach the first objective equally well, traffic is little. A placement
-without any sharding is the plan if it reaches the first objective. Otherwise sequences descend the tree of device
-groups; then pairs of groups exchange sequences (`placement`). This takes milliseconds, and the placement is nearly
-always good. If it is not, a search (`search`) follows, and the best placement of all is the plan.
+is within `Limits.tolerance` of the smallest possible; excess memory weighs a hundred times as much as excess compute.
+Second, traffic is little. A placement without any sharding is the plan if it reaches the first objective. Otherwise
+sequences descend the tree of device groups; then pairs of groups exchange sequences (`placement`). This takes
+milliseconds. If the placement is not good, which is rare, a `search` follows, and the best of all is the plan.
 """
 
 import dataclasses
@@ -35,8 +34,7 @@ def ulysses(
     degree: int = 8,
 ) -> ShardPlan:
     """Puts every sequence on `degree` devices: longest (by work) first, each to the group with the least work so far.
-    Arguments and errors are those of `flex_ulysses`. Raises PlanError, too, for a degree that the number of devices or
-    heads does not allow."""
+    Arguments and errors are those of `flex_ulysses`; a degree that devices or heads forbid is an error, too."""
     problem = pose(lengths, num_devices, limits or Limits(), work)
     if degree < 1 or degree & (degree - 1) or degree > problem.max_degree:
         raise PlanError(f"ulysses: degree {degree} must be a power of two, at most {problem.max_degree} here")
@@ -53,9 +51,8 @@ def flex_ulysses(
     cost: Callable[[ShardPlan], float] | None = None,
 ) -> ShardPlan:
     """The plan for sequences of `lengths` tokens on `num_devices` devices. `work` is the compute of each sequence in
-    any unit, `length**2` unless given. With the `cost` of plans, such as `sharding.cost.CostModel.step_seconds`, plans
-    are made for several tolerances, and the cheapest plan is returned. The same arguments give the same plan. Raises
-    PlanError, naming sequence or field, if no plan exists."""
+    any unit, `length**2` unless given. With the `cost` of plans, such as `sharding.cost.CostModel.step_seconds`, the
+    cheapest of plans for several tolerances is taken. Raises PlanError, naming sequence or field, if there is none."""
     limits = limits or Limits()
     if cost is None:
         return _plan(pose(lengths, num_devices, limits, work))
@@ -113,8 +110,7 @@ def _sharded(problem: Problem, quick: bool) -> Placement:
 
 
 def _rungs(problem: Problem, before: list[Placement], quick: bool) -> Iterator[Placement]:
-    """Yields placements, from the quickest to make to the slowest. Blocks of one host come first, since blocks of the
-    highest degree are rarely better."""
+    """Yields placements, the quickest first. Blocks of one host precede those of the highest, rarely better degree."""
     for degree in dict.fromkeys((top_degree(problem), problem.max_degree)):
         yield _descent(problem, degree, dealt(problem, degree))
     if not quick:
@@ -144,7 +140,7 @@ def _accepted(problem: Problem) -> float:
 
 
 def _descent(problem: Problem, degree: int, block_I: list[int]) -> Placement:
-    """Places the sequences of each block of `degree` devices (`block_I`) by descent; then groups exchange sequences."""
+    """Places the sequences of each block of `degree` devices by descent; then groups exchange sequences."""
     count = problem.num_devices // degree
     amounts = np.array([problem.work_I, problem.lengths_I])
     # The total of a block bounds how even its devices can become.

@@ -1,8 +1,7 @@
 """LB-Mini deals sequences to devices and microbatches, so that devices wait little for each other (ODC paper).
 
 Below stand the ways to deal numbers to bins of nearly equal sums: Karmarkar-Karp differencing, with and without equal
-sizes, longest first, and swaps. A partition is the bin of each item, `[items]` int in `[0, bins)`. All functions are
-deterministic.
+sizes, longest first, and swaps. A partition is the bin of each item, `[items]` int in `[0, bins)`.
 """
 
 import heapq
@@ -21,9 +20,8 @@ def lb_mini(lengths_I: np.ndarray, work_I: np.ndarray, num_devices: int, room: i
     different numbers of sequences and microbatches, even none.
 
     `lengths_I` are the tokens and `work_I` (f64) the work of each sequence; a microbatch holds at most `room` tokens,
-    0 for no bound. The best of three deals is taken: Karmarkar-Karp, longest first, equal numbers of sequences, each
-    improved by exchanges. Then each device packs its share into the fewest microbatches that fit: even in tokens, or
-    else in work. Raises PlanError for a sequence that no microbatch holds.
+    0 for no bound. The best of three deals is taken, each improved by exchanges. Then each device packs its share into
+    the fewest microbatches that fit. Raises PlanError for a sequence that no microbatch holds.
     """
     if room and lengths_I.max(initial=0) > room:
         worst = int(lengths_I.argmax())
@@ -73,9 +71,8 @@ def fewest(lengths_I: np.ndarray, share: list[int], room: int) -> int:
 def packed(
     lengths_I: np.ndarray, work_I: np.ndarray, share: list[int], count: int, room: int, by: Sequence[np.ndarray]
 ) -> Microbatches | None:
-    """Packs a share into `count` microbatches, heaviest first. The amounts `by` are tried in order: microbatches are
-    made even in an amount until all of them fit. Returns None if no amount makes them fit. With one microbatch for each
-    sequence they always fit."""
+    """Packs a share into `count` microbatches, heaviest first, even in the first of the amounts `by` in which all of
+    them fit. Returns None if they fit in none."""
 
     def order(members: list[int]) -> tuple[float, list[int]]:
         return -float(work_I[members].sum()) if members else 0.0, members
@@ -141,9 +138,8 @@ def longest_first(work_I: np.ndarray, count: int) -> list[int]:
 def swapped(
     work: Sequence[float] | Sequence[int] | np.ndarray, bins: Sequence[int], count: int, *, equal_size: bool = False
 ) -> list[int]:
-    """Improves `bins` by exchanges. The fullest bin gives an item away, for nothing or for another item, if afterwards
-    both bins are emptier than the fullest bin was. The best exchange is made until no exchange helps, so that the
-    largest sum never grows. `equal_size` allows only items for items, so that bins keep their numbers of items."""
+    """Improves `bins` by exchanges, the best one first, until none helps. The fullest bin gives an item away, for
+    nothing or (always with `equal_size`) for another one, if both bins are then emptier than the fullest bin was."""
     work_I, bins_I = np.asarray(work, float), np.array(bins, int)
     while True:
         loads = np.bincount(bins_I, work_I, count)

@@ -1,13 +1,11 @@
 """A placement is a plan in the making. This file has the score, the first blocks, the descent and the exchange.
 
-The descent places sequences from the largest groups of devices down: some sequences stay on all devices of a group, the
-group's halves share the rest. Each device has some compute and memory left. The sequences that do not stay must fit
-into the two halves. The cheapest set of staying sequences that allows this is taken. All sequences may always stay, so
-that a plan always exists. Few sequences are dealt by trying all ways (left, right, both). Many are dealt by
+The descent places sequences from the largest groups of devices down: the cheapest set of sequences stays on all devices
+of a group, so that the rest fits into what the group's halves have left of compute and memory. All sequences may always
+stay, so that a plan always exists. Few sequences are dealt by trying all ways (left, right, both). Many are dealt by
 differencing (Karmarkar-Karp, in two resources at once) down to 11 differences, for which all ways are tried.
 
-Then a local search follows: two groups at a time deal up to `FREE` sequences anew, by trying all ways, so that fewer
-sequences are sharded.
+Then two groups at a time deal up to `FREE` sequences anew, by trying all ways, so that fewer are sharded.
 """
 
 import functools
@@ -47,8 +45,8 @@ def blocks(amounts: np.ndarray, count: int, room: np.ndarray) -> list[int]:
     """The index of each sequence's block, out of `count` blocks that are as even as possible in compute and memory.
 
     `amounts`, `[2, sequences]`, are work and tokens in units of a block's target; `room`, `[2]`, is the excess over a
-    target that is allowed. The largest sequence goes first, to the least loaded block. The pressure of a block is its
-    excess over 1, divided by `room`; tokens above `room` count `HARD` times. Then the block with the most pressure and
+    target that is allowed. The pressure of a block is its excess over 1, divided by `room`; tokens above `room` count
+    `HARD` times. The largest sequence goes first, to the least loaded block. Then the block with the most pressure and
     another block deal their sequences anew, until pressure is at most `GOOD` or falls no more.
     """
     if count == 1:
@@ -124,16 +122,15 @@ def signs(count: int) -> np.ndarray:
 @functools.cache
 def ternary(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Four arrays `[codes, count]`: three with 1.0 where the item is left, right, or in both, and the code itself (0,
-    1, 2). The two sides are equal, so that codes with the first item on the right are left out."""
+    1, 2). The sides are equal, so that no code has the first item on the right."""
     code = np.array(list(itertools.product((0, 1, 2), repeat=count)), np.int8).reshape(-1, count)
     code = code[code[:, 0] != 1] if count else code
     return (code == 0) * 1.0, (code == 1) * 1.0, (code == 2) * 1.0, code
 
 
 class Descent:
-    """Places sequences on the groups beneath one block of devices. `amounts`, `[2, sequences]`, are work and tokens in
-    units of one device's limit; `weights[log2(p)]` is the traffic of a token at degree `p`. The result is in `degrees`
-    and `firsts`, shared by all blocks."""
+    """Places sequences on the groups beneath one block of devices: `degrees` and `firsts`, shared by all blocks.
+    `amounts` and `weights` are those of `Exchange`."""
 
     def __init__(self, amounts: np.ndarray, weights: Sequence[float]) -> None:
         self.work, self.tokens = amounts.tolist()
@@ -183,7 +180,7 @@ class Descent:
 
     def _cases(self, items: list[int], size: int, have: Pair, dust: Pair) -> tuple[np.ndarray, np.ndarray]:
         """Returns the cost of each way to put `items` left, right or in both (inf if it does not fit), and each way's
-        code. Smaller sequences have compute and memory `dust` together, which evens out differences."""
+        code. Smaller sequences, `dust` together, even out differences."""
         is_left, is_right, stays, code = ternary(len(items))
         amounts = np.array([[self.work[i], self.tokens[i]] for i in items])
         price = np.array([self._price(i, size, have) for i in items])
@@ -229,8 +226,7 @@ class Descent:
         return rest, [], []
 
     def _halves(self, members: list[int], size: int, have: Pair) -> tuple[float, list[int], list[int]]:
-        """Returns (unevenness of the most even halves that were tried, left half, right half). If the unevenness
-        is above 1, a half exceeds `have`."""
+        """As `halves`; if the unevenness is above 1, a half exceeds `have`."""
         work, tokens = self._total(members)
         spare = max(size * have[0] - work, EPS), max(size * have[1] - tokens, EPS)
         return halves(members, self.work, self.tokens, *spare)

@@ -1,14 +1,8 @@
 """A shard plan says on how many devices, and on which, each sequence of a microbatch is computed.
 
-Limits are the bounds of a plan; a Problem is one microbatch to place, in numbers. For a microbatch that no planner can
-place, `pose` raises PlanError, naming the sequence or field.
-
 Devices are numbered along the mesh in row-major order. A group of degree `p` is `p` consecutive devices beginning at a
-multiple of `p`: they lie along the last `log2(p)` mesh axes. Any two groups are therefore disjoint or nested (FlexRL
-section 3.3).
+multiple of `p`: they lie along the last `log2(p)` mesh axes. Any two groups are disjoint or nested (FlexRL, 3.3).
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -107,9 +101,9 @@ def rounds(num_devices: int, degrees: Sequence[int], firsts: Sequence[int]) -> t
 
 class Deal(NamedTuple):
     """Attention heads as they are dealt to the devices of a group, each of which computes equally many. If heads do not
-    divide evenly, zeros fill them up, or several devices get copies of a KV head. Devices with copies divide the query
-    heads that read this KV head. There are `kv` KV heads after filling up, `copies` copies of each, and `queries` query
-    heads for each copy. All copies are cut into `degree` consecutive equal parts."""
+    divide evenly, zeros fill them up, or several devices get copies of a KV head, and divide the query heads that read
+    it. There are `kv` KV heads after filling up, `copies` copies of each, and `queries` query heads for each copy. All
+    copies are cut into `degree` consecutive equal parts."""
 
     degree: int
     kv: int
@@ -127,10 +121,9 @@ class Deal(NamedTuple):
 
 @functools.lru_cache
 def deal_heads(num_heads: int, num_kv_heads: int, degree: int) -> Deal:
-    """The deal with the fewest query heads on a device (compute), then the fewest KV heads (traffic). If `degree`
-    divides the number of KV heads, they are neither filled up nor copied. Filling up multiplies attention's compute by
-    `local_queries * degree / num_heads`: 8 / 7 for 28 query heads, 4 KV heads and degree 8. Raises PlanError for a
-    degree above the number of query heads, and ValueError for heads that are no multiple of the KV heads."""
+    """The deal with the fewest query heads on a device (compute), then the fewest KV heads (traffic). Filling up
+    multiplies attention's compute by `local_queries * degree / num_heads`: 8 / 7 for 28 query heads, 4 KV heads and
+    degree 8. Raises PlanError for a degree above the query heads, ValueError if these are no multiple of KV heads."""
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads can't be shared by {num_kv_heads} KV heads")
     if degree > num_heads:
@@ -193,18 +186,16 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """One microbatch to place. `lengths_I` (int64) and `work_I` (float64) are tokens and work of each sequence. Under
-    any plan, the largest compute of a device is at least `least_compute`, the largest number of tokens at least
-    `least_memory`. Planners try to keep every device within `compute_limit` and `memory_limit`."""
+    """One microbatch to place."""
 
-    lengths_I: np.ndarray
-    work_I: np.ndarray
+    lengths_I: np.ndarray  # tokens of each sequence, int64
+    work_I: np.ndarray  # float64
     num_devices: int
     max_degree: int
     limits: Limits
-    least_compute: float
-    least_memory: float
-    compute_limit: float
+    least_compute: float  # of the largest compute of a device, under any plan
+    least_memory: float  # tokens
+    compute_limit: float  # within which planners try to keep every device
     memory_limit: float
 
     def plan(self, degrees: Sequence[int], firsts: Sequence[int]) -> ShardPlan:

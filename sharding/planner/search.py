@@ -1,8 +1,8 @@
 """A search beyond the descent of `placement`: beam searches place all sequences anew, then repair improves the best.
 
 Repair takes some sequences of two or three blocks of devices out of a placement, and places them anew if that helps.
-If loads are tight, a cheaper placement may need changes in all blocks at once, which repair does not find. Two of the
-mixes of `tests/sharding/test_planner_mixes.py` therefore send 1 and 2 % more than the least.
+It does not find a cheaper placement that changes all blocks at once, as two of the mixes of
+`tests/sharding/test_planner_mixes.py` would need to send 1 and 2 % less.
 """
 
 import functools
@@ -36,8 +36,7 @@ FEW = 16  # ways that a beam of repair keeps, at most
 def search(
     problem: Problem, starts: list[Placement], good: Callable[[Placement], bool], *, mend: bool
 ) -> Iterator[Placement]:
-    """Yields the best placement of `starts` and of beams, then, with `mend`, placements by repair. Then does the same
-    once more, with more beams and more repair."""
+    """Yields the best placement of `starts` and of beams, then, with `mend`, those of repair, for each of `RUNGS`."""
     found, score_of = list(starts), functools.partial(score, problem)
     amounts = problem.shares
     weights_K = problem.weights[: top_degree(problem).bit_length()]
@@ -51,9 +50,8 @@ def search(
 
 
 def beams(problem: Problem, cells: int) -> list[Placement]:
-    """A placement for each of the first entries of `STARTS`. Blocks of devices are searched side by side; a block has
-    at most `BLOCK` devices, or `top_degree` if that is more. `cells` bounds ways times devices, summed over all
-    beams, but at least two beams keep two ways each."""
+    """A placement for each of the first entries of `STARTS`. Blocks of at most `BLOCK` (or `top_degree`) devices are
+    searched side by side. `cells` bounds ways times devices, summed over at least two beams of two ways each."""
     top = top_degree(problem)
     units = problem.num_devices // top
     per = max(k for k in range(1, units + 1) if units % k == 0 and (k == 1 or k * top <= BLOCK))
@@ -160,8 +158,8 @@ def _groups(loads_KBRD: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray
 
 
 def _best(score_KC: np.ndarray, keep: int) -> np.ndarray:
-    """The candidates with the lowest scores, `[blocks, at most keep]`, lowest first. Candidates of equal score differ
-    in the order of devices only, so that one candidate of each score is enough."""
+    """The candidates with the lowest scores, `[blocks, at most keep]`, lowest first, and one of each score, since those
+    of equal score differ in the order of devices only."""
     if keep == 1:
         return score_KC.argmin(1)[:, None]
     order_KC = np.argsort(score_KC, axis=1, kind="stable")
@@ -183,8 +181,7 @@ def top_degree(problem: Problem) -> int:
 
 
 def redealt(problem: Problem, degree: int) -> list[int]:
-    """Deals sequences to blocks of `degree` devices; returns each sequence's block. Repairs the result of `dealt`, with
-    a block as one device: slower than `dealt`, and better. If the compute limit can't be met, tries higher limits."""
+    """As `dealt`, slower and better: repairs that result, a block as one device, within higher limits if it must."""
     block_I = dealt(problem, degree)
     amounts = problem.shares / degree
     placement: Placement = ([1] * len(block_I), block_I)

@@ -1,7 +1,5 @@
 """Deals images and frame pairs to devices that run the vision tower: evenly, and near the units' own tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import itertools
@@ -22,8 +20,7 @@ def spread_vision(
     replica: int = 0,
 ) -> np.ndarray:
     """Returns the device of each unit, `[units]` int64. The units of the vision tower (images and frame pairs) are
-    spread over the devices of their replica. A replica is `replica` consecutive devices, or all devices if `replica` is
-    0.
+    spread over the devices of their replica: `replica` consecutive devices, or all (0).
 
     `units`: patches of each unit. Consecutive equal units of one home (the frame pairs of a video) are dealt together.
     `home_first`, `home_degree`: the devices that hold the tokens of each unit, its home. In each replica the largest

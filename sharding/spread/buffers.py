@@ -5,8 +5,6 @@ round after another. A round sees its part of the row as a view: `budget` column
 differ on each device. So MLPs compute no padding except the end of the row, whatever the sum of the rounds' budgets.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -70,8 +68,7 @@ class Layout:
         return sizes | {name: int(self.counts[:, j].max(initial=1)) for j, name in enumerate(self.names())}
 
     def places(self) -> tuple[np.ndarray, np.ndarray]:
-        """(device, column) of every token, sequence after sequence. Each call computes the places anew, since process 0
-        of a gang has the layouts of a complete step, and needs few places."""
+        """(device, column) of every token, sequence after sequence; not kept, since few layouts of a step need them."""
         first_token = np.cumsum([0, *self.plan.lengths])
         device, column = np.zeros((2, first_token[-1]), np.int64)
         for j, round in enumerate(self.plan.rounds):
@@ -93,8 +90,8 @@ class Layout:
 
 
 class SizedLayout:
-    """A layout in buffers of given sizes, at least `Layout.needs`: `columns` tokens on each device, `rounds` as
-    in `Spread`, and `cells`, `device * columns + column` of every token. Additional rounds stay empty."""
+    """A layout in buffers of given sizes, at least `Layout.needs`: `columns` tokens on each device, `rounds` as in
+    `Spread`, and `cells`, `device * columns + column` of every token."""
 
     def __init__(self, layout: Layout, sizes: Sizes) -> None:
         self.plan = layout.plan
@@ -147,8 +144,7 @@ class SizedLayout:
         return tuple(tables)
 
     def padding(self) -> dict[str, float]:
-        """The shares of padding: `mlp` in the columns of rows, `all_to_all` in the columns of sharded rounds, on the
-        device with the most tokens in these rounds."""
+        """The shares of padding: `mlp` in columns of rows, `all_to_all` in sharded rounds on their fullest device."""
         sharded = [j for j, (degree, _) in enumerate(self.rounds) if degree > 1]
         sent = sum(self.rounds[j][1] for j in sharded)
         used = int(self.counts[:, sharded].sum(axis=1).max()) if sharded else 0
@@ -164,8 +160,7 @@ def _round_order(name: str) -> tuple[int, int]:
 
 
 def size_weight(name: str) -> float:
-    """The cost of a unit of a buffer's size. A column of the row passes all of the decoder and costs 1. Columns of
-    sharded rounds are sent in addition. Patches and features pass a smaller tower, and are sent. Exports are few."""
+    """The cost of a unit of a buffer's size. A column of the row passes all of the decoder and costs 1."""
     if name.startswith("round/"):
         return 0.25 if _round_order(name)[0] < -1 else 0.05
     if name in ("patches", "frame") or name.startswith("send/"):

@@ -3,8 +3,7 @@
 A device computes the states of its value heads over all tokens of its device group's stream. A unit is a key head, or a
 copy of a key head, with value heads that read it. Devices exchange what `DeltaInputs` has of each token: the channels
 before the convolution, in their own dtype, and the logarithm of the decay and beta, in float32. Outputs come back in
-float32, because the layer normalises them. Every device has the convolution's weights of all channels, and computes
-with the weights of its units.
+float32, because the layer normalises them. Every device has the convolution's weights of all channels.
 """
 
 import dataclasses

@@ -1,9 +1,8 @@
 """Routes features of the vision tower from the devices that computed them to the devices that hold their tokens.
 
 The tower's work is spread evenly, wherever the tokens are, so that features must move. They move as on a hypercube: in
-at most one exchange across each mesh axis of size two. In an exchange every device has a partner across the axis, and
-sends the features whose destination is on the partner's side. The host plans which device sends which features; all
-devices run the same program, also devices without features.
+at most one exchange across each mesh axis of size two, every device sends its partner across the axis the features
+whose destination is on the partner's side. All devices run the same program, also devices without features.
 """
 
 import dataclasses
@@ -23,8 +22,7 @@ from .shapes import Sizes
 @dataclasses.dataclass(frozen=True)
 class ExchangeRoute:
     """The plan of all exchanges: `sends[k][device]` are the rows of the device's buffer that cross axis `axes[k]` in
-    exchange `k`. Received rows are appended to the buffer, which begins with the device's own features. Unused entries
-    send row 0."""
+    exchange `k` (row 0 in unused entries). Received rows are appended to the buffer, behind the device's features."""
 
     sends: tuple[Any, ...]  # i32 [devices, count] each
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})

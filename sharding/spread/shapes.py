@@ -1,8 +1,8 @@
 """Keeps the number of compiled shapes small: compiled buffer sizes are used again if they waste little.
 
 Every distinct tuple of buffer sizes needs its own program, whose compilation takes seconds on a CPU and minutes on a
-cluster. Lengths differ in every batch. Rounding each size to a coarse grid would waste a third of every buffer, and
-a dozen sizes would still have too many combinations. So all sizes are chosen together, and remembered.
+cluster. A coarse grid would waste a third of every buffer, and a dozen sizes would still have too many combinations. So
+all sizes are chosen together, and remembered.
 """
 
 import dataclasses
@@ -61,13 +61,12 @@ class ShapeBook:
 
     def next_step(self) -> None:
         self.step += 1
-        self.coming = [(devices, sizes, first) for devices, sizes, first in self.coming if first > self.step]
+        self.coming = [entry for entry in self.coming if entry[2] > self.step]
 
     def choose(
         self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
     ) -> tuple[Sizes, Sizes | None]:
-        """Returns (the sizes of the buffers now, the sizes to compile for later or None). Without `ahead`, returns the
-        sizes of `fit` and None."""
+        """Returns (the sizes of the buffers now, the sizes to compile for later or None: always without `ahead`)."""
         sizes = self.fit(needs, caps, cost, devices, exact)
         if not self.ahead:
             return sizes, None
@@ -123,18 +122,17 @@ class ShapeBook:
         return best if cost(best) <= (1 + self.patience(devices)) * fresh else None
 
     def patience(self, devices: int) -> float:
-        """The share by which an entry may cost more than a new entry would. It grows from `slack` with the number of
-        requests since the last new entry, since new entries for rare requests save little."""
+        """The share by which an entry may cost more than a new one. It grows from `slack` with the requests since the
+        last new entry, since new entries for rare requests save little."""
         return self.slack * (1 + self.served.get(devices, 0) / SETTLED)
 
     def settled(self, devices: int) -> bool:
-        """Says whether requests that no entry serves have become rare, so that a new entry would hardly be used
-        again."""
+        """Says whether requests that no entry serves are rare, so that a new entry would hardly be used again."""
         return self.served.get(devices, 0) >= max(3 * SETTLED, self.divided.get(devices, 0) + SETTLED // 2)
 
     def divide(self, devices: int) -> None:
-        """Notes that a request was divided into smaller requests and got no entry. The next request that no entry
-        serves gets an entry if it follows soon, since lengths have then grown for good."""
+        """Notes that a request was divided into smaller ones and got no entry. The next request that no entry serves
+        gets one if it follows soon, since lengths have then grown for good."""
         self.divided[devices] = self.served.get(devices, 0)
 
     def begin_anew(self) -> None:
@@ -142,8 +140,7 @@ class ShapeBook:
         self.entries, self.served, self.divided, self.coming = {}, {}, {}, []
 
     def columns(self, devices: int, least: int, most: int, rows: int = 0) -> list[int]:
-        """The ascending columns, from `least` to `most`, of the entries with `rows` rows (0: without a number of rows)
-        for this number of devices."""
+        """The ascending columns, `least` to `most`, of this number of devices' entries with `rows` rows (0: none)."""
         entries = [sizes for sizes in self.entries.get(devices, []) if sizes.get(GIVEN, 0) == rows]
         return sorted({c for sizes in entries if least <= (c := sizes[BASE]) <= most})
 
@@ -200,8 +197,7 @@ class ShapeBook:
 
 
 def _present(entries: Sequence[Sizes]) -> list[Sizes]:
-    """Copies of the entries. Leaves out entries for spread sequences that count chunks: an older version wrote them,
-    and this version counts runs."""
+    """Copies of the entries, without those for spread sequences that count chunks, not runs, as older versions did."""
     return [dict(sizes) for sizes in entries if GIVEN in sizes or PER_ROW not in sizes]
 
 

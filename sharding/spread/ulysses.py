@@ -2,8 +2,7 @@
 
 Within a group of `p` devices every device holds 1/p of the tokens of a stream with all their heads. An all-to-all turns
 this into all tokens with 1/p of the heads, the layer mixes tokens locally, and a second all-to-all goes back (Ulysses).
-A `HeadMixer` is a kind of layer that mixes tokens in this way: attention is in this file, the delta rule in
-`recurrence`. `docs/parallelism.md` has the order of rounds, what they keep, and a proof that they can't deadlock.
+`docs/parallelism.md` has the order of rounds, what they keep, and a proof that they can't deadlock.
 """
 
 import abc
@@ -29,10 +28,10 @@ Compute = Callable[[int, PyTree], tuple[PyTree, PyTree]]  # (round, stream) -> r
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class View:
-    """One round as a device sees it: columns of its row from `start`; the `valid` columns belong to the round. The
-    other columns belong to other rounds or are the row's padding. They are masked: `read` gives zeros for them, also as
-    their segments, and `write` leaves them unchanged. `axes` are the group's mesh axes (none for one device). `table`
-    says which tokens of the group's stream a layer mixes: `Tiles` for attention, `PackedRuns` for the delta rule."""
+    """One round as a device sees it: columns of its row from `start`. Only the `valid` columns belong to the round:
+    `read` gives zeros for the others, also as their segments, and `write` leaves them unchanged. `axes` are the group's
+    mesh axes (none for one device). `table` says which tokens of the group's stream a layer mixes: `Tiles` for
+    attention, `PackedRuns` for the delta rule."""
 
     start: Any  # i32 []
     valid: Any  # bool [budget]
@@ -61,9 +60,8 @@ def _wide(valid: Array, part: Array) -> Array:
 @dataclasses.dataclass(frozen=True)
 class HeadMixer(abc.ABC):
     """A kind of layer whose heads mix tokens independently of each other. `heads` counts the heads of the outputs,
-    `groups` the KV heads or key heads; equally many heads read each group. A unit is such a group, or a copy of a
-    group, with its heads (see `Deal`). A stream has arrays `[S, units, ...]`: all tokens of the devices that share a
-    round, and the units of one device."""
+    `groups` the KV heads or key heads; equally many heads read each group. A unit is a group, or a copy, with its heads
+    (`Deal`). A stream `[S, units, ...]` has all tokens of the devices that share a round, and one device's units."""
 
     heads: int
     groups: int
@@ -112,13 +110,10 @@ def spread_attention(
     spread: Spread, segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], tile: int = 0, queries: Like = None
 ) -> Attention:
     """Returns `attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH` for the rows of a spread batch, inside a `shard_map` over at
-    least `spread.axes`; each device has one row (B = 1).
-
-    Views, gathered segments and tile lists, which all layers share, are computed here: call this function outside the
-    scan over the layers, and `attend` in it. The mask is `sharding.kernels.attention.Mask` along the streams; padding
-    gives zeros. `tile=0` chooses the tiles' size; `queries` are those of `tile_list`. Raises ValueError for several
-    rows on a device; `attend` raises PlanError for a degree above the number of heads.
-    """
+    least `spread.axes`; each device has one row (B = 1). Call this function outside the scan over the layers, which
+    share its views and tiles, and `attend` in it. The mask is `sharding.kernels.attention.Mask` along the streams;
+    padding gives zeros. `tile` and `queries` are those of `tile_list`. Raises ValueError for several rows on a device;
+    `attend` raises PlanError for a degree above the number of heads."""
     views = views_of(spread, segments_BT, branches_BT, tile, queries)
 
     def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array) -> Array:
@@ -161,8 +156,8 @@ def _forward(
     mixer: HeadMixer, tokens: tuple[Array, ...], weights: PyTree, views: tuple[View, ...]
 ) -> tuple[Float[Array, "T N H"], tuple]:
     """Deals the tokens of a device's row (`[T, ...]` each) to the devices of their groups, by heads. Returns (outputs,
-    residuals); outputs are zero at padding. `views` are at least one, with the mixer's tables; `weights` are those of
-    all heads, equal on all devices. Raises PlanError for a degree above the number of heads."""
+    zero at padding; residuals). `views` are at least one, with the mixer's tables; `weights` are those of all heads,
+    equal on all devices. Raises PlanError for a degree above the number of heads."""
     deals = [deal_heads(mixer.heads, mixer.groups, view.degree) for view in views]
     outgoing = []
     for view, deal in zip(views, deals, strict=True):
@@ -209,9 +204,8 @@ def _execute(
     """Sends each round's `[degree, budget, ...]` to its group, computes on the stream, and sends the results back.
 
     Barriers fix the order in the program: no round's exchange starts before the exchange of the previous round has
-    arrived, and no round is computed before all previous rounds. The compiler should start an exchange as early as
-    barriers allow, while the previous round is computed; on GPUs, `mesh.compiler_options` make it do this. Operations
-    are named `{phase}_round{j}_{send, verb, return}`.
+    arrived, and no round is computed before all previous rounds. On GPUs, `mesh.compiler_options` make the compiler
+    start an exchange as early as barriers allow. Operations are named `{phase}_round{j}_{send, verb, return}`.
     """
     back, kept = list(outgoing), list[PyTree](outgoing)
     alone = [j for j, view in enumerate(views) if view.degree == 1]

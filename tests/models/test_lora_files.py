@@ -13,6 +13,7 @@ from tiny import vl_config
 
 import models
 from models.folder import CheckpointError
+from models.hf import INDEX
 from models.lora import ADAPTER, SETTINGS, load_adapters, save_adapters
 
 UP = "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight"
@@ -43,6 +44,13 @@ def test_names_and_shapes_are_those_of_peft(saved):
 def test_what_is_written_is_read_bit_for_bit(saved):
     config, adapters, folder = saved
     jax.tree.map(np.testing.assert_array_equal, load_adapters(config, folder, LORA), adapters)
+
+
+def test_a_checkpoint_in_the_same_folder_does_not_matter(saved, tmp_path):
+    config, adapters, _ = saved
+    save_adapters(config, unflatten_dict(adapters), tmp_path, LORA)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}))
+    jax.tree.map(np.testing.assert_array_equal, load_adapters(config, tmp_path, LORA), adapters)
 
 
 def with_up_projection(size):

@@ -13,7 +13,7 @@ from protocol_cases import ROOT, model
 from safetensors.numpy import save_file
 
 import models
-from rollout.engine import WeightsMismatch
+from rollout.engine import EngineError, WeightsMismatch
 from rollout.weights import published
 from rollout.weights.published import PREFIX, Checksums, SharedFolders, sha256
 
@@ -32,6 +32,8 @@ def test_a_version_is_written_once(memory: pathlib.Path) -> None:
     assert folders.write(1, params) is first
     again = folders.write(1, models.split(model("text", 1))[1])  # other weights under the same number
     assert again is not first and again.folder != first.folder
+    with pytest.raises(EngineError, match=r"norm.* is missing"):
+        folders.write(1, {name: value for name, value in params.items() if name != "norm"})
     folders.keep([again])
     assert first.folder.exists()  # the newest of the others: a server may be reading it
     folders.keep([folders.write(2, params)])
