@@ -95,10 +95,7 @@ class Supervisor:
             newest = self._newest()
             idle = 0 if newest != before else idle + 1
             if idle > self._restarts:
-                print(
-                    f"error: {idle} attempts in a row ended without a new checkpoint; see above",
-                    file=sys.stderr,
-                )
+                print(f"error: {idle} attempts in a row ended without a new checkpoint; see above", file=sys.stderr)
                 break
             print(f"attempt {attempt + 1} goes on from {newest}", file=sys.stderr, flush=True)
         return status

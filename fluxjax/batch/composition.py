@@ -99,10 +99,7 @@ def unpack(composition: Composition, arrays_BT: PerToken) -> dict[tuple[int, int
     Raises ValueError for arrays of other shapes."""
     shapes_BT = [batch.loss_weights_BT.shape for batch in composition.batches]
     if [np.shape(array) for array in arrays_BT] != shapes_BT:
-        raise ValueError(
-            f"the arrays have the shapes {[np.shape(a) for a in arrays_BT]}, the batches {shapes_BT}; they must be "
-            "equal"
-        )
+        raise ValueError(f"the arrays have the shapes {[np.shape(a) for a in arrays_BT]}, but the batches {shapes_BT}")
     parts = np.split(composition.of_responses(arrays_BT), np.cumsum(composition.lengths))[:-1]
     return dict(zip(composition.keys, parts, strict=True))
 

@@ -279,15 +279,11 @@ def _rows(arrays: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
 
 
 def _train_batch(
-    arrays: dict[str, np.ndarray],
-    vision: VisionInput | None,
-    sizes: Sizes,
-    spread: Spread | None = None,
-    chunk: int = 0,
+    rows: dict[str, np.ndarray], vision: VisionInput | None, sizes: Sizes, spread: Spread | None = None, chunk: int = 0
 ) -> TrainBatch:
     """The table of runs (`sharding.kernels.runs`) has `sizes["chunks"]` chunks for each row, each of `chunk` tokens."""
-    inputs: dict[str, Any] = {name: arrays[name] for name in arrays if name in PackedTokens.__dataclass_fields__}
-    beside: dict[str, Any] = {name: arrays[name] for name in arrays if name not in inputs}
+    inputs: dict[str, Any] = {name: rows[name] for name in rows if name in PackedTokens.__dataclass_fields__}
+    beside: dict[str, Any] = {name: rows[name] for name in rows if name not in inputs}
     packed = PackedTokens(**inputs, vision=vision, spread=spread)
     packed = packed.with_runs(sizes["chunks"], chunk) if "chunks" in sizes else packed
     return TrainBatch(inputs=packed, **beside)

@@ -433,19 +433,14 @@ class Config(Section):
             )
         if self.stream_trainer and engines == 1:
             raise ConfigError(
-                f"stream_trainer needs rollout.engines of at least 2, not {engines}: half of the engines are lent to "
-                "training"
+                f"stream_trainer needs rollout.engines of at least 2, not {engines}: half are lent to training"
             )
         if self.stream_trainer and getattr(self.sharding.strategy, "hybrid", False):
-            raise ConfigError(
-                "stream_trainer needs sharding.strategy.hybrid off: the devices of the lent engines are not always "
-                "whole hosts"
-            )
+            raise ConfigError("stream_trainer needs sharding.strategy.hybrid off: lent engines may not be whole hosts")
         for name in early:
             if isinstance(policy, TailBatchingConfig) and policy.max_staleness:
                 raise ConfigError(
-                    f"{name} needs policy.max_staleness to be 0: {name} does not count groups that tail batching holds "
-                    "back"
+                    f"{name} needs policy.max_staleness to be 0: it does not count groups that tail batching holds back"
                 )
             if self.algorithm.updates > 1:
                 raise ConfigError(
@@ -454,8 +449,7 @@ class Config(Section):
                 )
             if self.algorithm.importance.normalize:
                 raise ConfigError(
-                    f"{name} needs algorithm.importance.normalize off: the mean weight of a step is known only at the "
-                    "end of the step"
+                    f"{name} needs algorithm.importance.normalize off: a step's mean weight is known only at its end"
                 )
         limit = policy.staleness_limit
         if self.replay.share and limit is not None and self.replay.max_age > limit:

@@ -26,8 +26,7 @@ class Section:
         def __setattr__(self, name: str, value: object) -> None:
             if getattr(self, "_settled", None) == id(self):
                 raise ConfigError(
-                    f"{name}: the configuration of a FluxTrainer can't be changed any more; change it before making a "
-                    "FluxTrainer"
+                    f"{name}: the configuration of a FluxTrainer can't be changed; change it before making one"
                 )
             super().__setattr__(name, value)
 

@@ -292,22 +292,17 @@ def _metadata(holder: Section | Mapping[str, Any], name: str) -> Mapping[str, An
 
 
 def _child(
-    config: Config,
-    holder: Section | Mapping[str, Any],
-    metadata: Mapping[str, Any],
-    section: str,
-    part: str,
-    field: str,
+    config: Config, owner: Section | Mapping[str, Any], metadata: Mapping[str, Any], section: str, part: str, field: str
 ) -> object:
     """Returns a field's value; raises `ConfigError` with the nearest valid name if there is no such field."""
-    names = children(holder)
+    names = children(owner)
     if part in names:
         return names[part]
     section = f"config.{section}".rstrip(".")
     choices = metadata.get("choices", {})
     if having := [name for name, kind in choices.items() if part in kind.__dataclass_fields__]:
         raise ConfigError(
-            f"--config.{field}: {variant(type(holder))} has no {part}, but {' and '.join(having)} "
+            f"--config.{field}: {variant(type(owner))} has no {part}, but {' and '.join(having)} "
             f"{'has' if len(having) == 1 else 'have'} it: --{section}={having[0]}"
         )
     if gone := _GONE.get(field):

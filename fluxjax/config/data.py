@@ -128,8 +128,7 @@ class SourceConfig(Section):
             raise ConfigError(f"{field}.{what} given, but {field}.environment is empty; name the environment there")
         if self.rewards and self.reward != type(self)().reward:
             raise ConfigError(
-                f"{field}.reward is {self.reward!r}, but {field}.rewards replaces it; name this reward in "
-                f"{field}.rewards"
+                f"{field}.reward is {self.reward!r}, but {field}.rewards replaces it; name it in {field}.rewards"
             )
         term_weights(self.rewards, f"{field}.rewards")
 

@@ -272,8 +272,7 @@ class AlgorithmConfig(Section):
         names = [known for known in OWN_SETTINGS if known != "sft"]
         if name == "sft":
             raise ConfigError(
-                "algorithm.name is sft, which only serves the warm start (warm_start.steps); for RL, choose "
-                f"{', '.join(names)}"
+                f"algorithm.name is sft, which only serves the warm start; for RL, choose {', '.join(names)}"
             )
         module, colon, attribute = name.partition(":")
         if name not in OWN_SETTINGS and not (colon and module and attribute):

@@ -189,8 +189,7 @@ class Ledger:
         sample = response.sample
         if response.rid != response_id(response.draw, entry.attempt, sample):
             raise CoordinatorError(
-                f"response {response.rid} says that it is sample {sample} of draw {response.draw}, which its id "
-                "contradicts"
+                f"response {response.rid} is said to be sample {sample} of draw {response.draw}, but its id differs"
             )
         if sample in entry.acting or sample in entry.observed or response.num_tokens < entry.heard.get(sample, 0):
             self.ignored["repeated turn"] += 1

@@ -86,8 +86,7 @@ class FlightPlace:
                 slices.append(patches_of(chunk.data, self._settings.patch_bytes))
             if [len(patches) for patches in slices] != [len(piece) for piece in rows]:
                 raise ValueError(
-                    f"batches of {[len(patches) for patches in slices]} rows came, but {[len(r) for r in rows]} were "
-                    "asked for"
+                    f"batches of {[len(patches) for patches in slices]} rows came, not {[len(r) for r in rows]}"
                 )
             return slices
 

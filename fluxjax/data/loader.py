@@ -203,8 +203,7 @@ def _read(sources: Mapping[str, Source], rows: Mapping[str, grain.MapDataset[int
     row = at(rows[name], index)
     if name not in sources:
         raise DataError(
-            f"the checkpoint has a prompt of row {row} of data source {name!r}, which data.sources does not name any "
-            "more"
+            f"the checkpoint has a prompt of row {row} of data source {name!r}, which data.sources does not name"
         )
     return read_row(sources[name], name, row, epoch=index // len(sources[name]), draw=draw)
 

@@ -207,7 +207,9 @@ class ServerComparison:
         """Compares log-probs. The finding names the part of the suspect that explains a difference, else `rest`."""
         answers, tokens = await self._answers(request, files)
         if tokens != len(request.prompt):
-            return _differs("pixels", f"{name}: the server counts {tokens} tokens, the trainer {len(request.prompt)}")
+            return _differs(
+                "pixels", f"{name}: the server counts {tokens} tokens in the prompt, the trainer {len(request.prompt)}"
+            )
         if broken := {id for answer in answers for id in answer.token_ids} & {*request.sampling.forbidden_ids}:
             return _differs("sampling mask", f"{name}: forbidden tokens are sampled: {sorted(broken)}")
 

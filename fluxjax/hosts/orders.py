@@ -283,8 +283,7 @@ def _told_observed(inputs: PromptInput, place_of: PlaceOf) -> Sequence[Any]:
     vision = laid_out.vision
     if vision is None or not isinstance(patches_PX := vision.patches_PX, ShadowTensor):
         raise ConfigError(
-            "several processes share the images and videos of observations through a media store only: set "
-            "data.loader=shadow"
+            "several processes share media of observations through a media store only: set data.loader=shadow"
         )
     pieces = [(rows.ticket, place_of(rows.ticket), rows.start, rows.stop) for rows in patches_PX.elsewhere]
     tokens = laid_out.positions_3T.ravel(), laid_out.feature_index_T, laid_out.next_position

@@ -78,17 +78,13 @@ class Critic(Learner):
         return metrics | {name: metrics[name] / tokens for name in ("value", "clip_fraction")}
 
     def judge(
-        self,
-        compositions: Sequence[Composition],
-        outcomes: Mapping[Key, Sample],
-        costs: Sequence[np.ndarray],
-        team: Team,
+        self, compositions: Sequence[Composition], scored: Mapping[Key, Sample], costs: Sequence[np.ndarray], team: Team
     ) -> tuple[list[Composition], dict[Key, float], dict[str, float]]:
         """Returns the minibatches of a step with values, returns and advantages of each token. Process 0 also returns
         the mean advantage of each response that has a token, and metrics. Must be called before the step's first
         optimizer step.
 
-        Process 0 estimates all advantages. In process 0, `outcomes` has the responses of all processes by (draw,
+        Process 0 estimates all advantages. In process 0, `scored` has the responses of all processes by (draw,
         sample), with rewards as advantages. `costs` is empty, or has a flat array for each composition, which is
         subtracted from the tokens' rewards. Collective."""
         found = [logprobs_of(composition, self.gradients, self.params) for composition in compositions]
@@ -101,7 +97,7 @@ class Critic(Learner):
         metrics: dict[str, float] = {}
 
         def estimated(keys: Sequence[Key], lengths: np.ndarray, numbers: Arrays) -> Arrays:
-            arrays, means_R, measured = estimate(lengths, numbers, [outcomes[key] for key in keys], self.config)
+            arrays, means_R, measured = estimate(lengths, numbers, [scored[key] for key in keys], self.config)
             means.update(zip(keys, means_R.tolist(), strict=True))
             metrics.update(measured)
             return arrays

@@ -181,23 +181,18 @@ class PolicyTrainer:
         return joined(place.gradients, early)
 
     def _finish(
-        self,
-        early: Portion,
-        rest: Portion,
-        parts: Sequence[Portion],
-        compositions: Sequence[Composition],
-        place: _Place,
+        self, early: Portion, rest: Portion, parts: Sequence[Portion], composed: Sequence[Composition], place: _Place
     ) -> tuple[Portion, dict[str, float]]:
         """Makes the optimizer steps of a training step. Returns the joined portions of the step, and metrics. `parts`
         are all minibatches or, with early gradients, `rest` or nothing, each with a composition."""
         if early.outcome is None:
-            metrics = self._update(parts, compositions, place)
+            metrics = self._update(parts, composed, place)
             whole = joined(place.gradients, [early, rest])
             new = {group.prompt.draw: group for part in parts for group in part.groups}
             whole.groups = [new.get(group.prompt.draw, group) for group in whole.groups]
-            whole.compositions = compositions
+            whole.compositions = composed
         else:
-            self._compute(rest, compositions, place)
+            self._compute(rest, composed, place)
             whole = joined(place.gradients, [early, rest])
             assert whole.outcome is not None
             metrics = self._learner.update(*whole.outcome)

@@ -121,10 +121,7 @@ class HostCollector(StatusCollector):
         "device_memory_bytes": (GAUGE, "peak of the bytes in use on the fullest device of the process, 0: unknown"),
         "step": (GAUGE, "training steps since the process was started"),
         "prepare_seconds": (GAUGE, "time for planning, reading media and laying out the last step"),
-        "train_seconds": (
-            GAUGE,
-            "time in the programs of the last step, with waits for other processes within them",
-        ),
+        "train_seconds": (GAUGE, "time in the programs of the last step, with waits for other processes within them"),
         "wait_seconds": (GAUGE, "time without work before the programs of the last step"),
         "own_seconds": (GAUGE, "time for which other processes may have waited for this process in the last step"),
     }

@@ -201,12 +201,7 @@ def _has_host_memory() -> bool:
 
 
 def make_pool(
-    parts: Parts,
-    gang: Team,
-    token: str,
-    checkpoint: Callable[[], pathlib.Path],
-    logs: pathlib.Path,
-    read_only: bool = False,
+    parts: Parts, gang: Team, token: str, checkpoint: Callable[[], pathlib.Path], logs: pathlib.Path, read_only: bool
 ) -> EnginePool | FleetPool:
     """Returns the engines that process 0 uses. These are the embedded engines of all processes, or rollout servers.
     With `read_only`, these are embedded engines of this process. `checkpoint` makes a folder that servers can start

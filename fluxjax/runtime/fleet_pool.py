@@ -292,8 +292,7 @@ def _check_reachable(config: Config, address: str) -> None:
     route = config.weights.chosen(config.servers)
     if route in (Route.SHM, Route.IPC) and not on_this_host(address):
         raise ConfigError(
-            f"{address} is on another host, which weights.route={route.value} does not reach; set weights.route to "
-            "bucket or orbax"
+            f"{address} is on another host, which weights.route={route.value} does not reach; set it to bucket or orbax"
         )
 
 

@@ -226,8 +226,7 @@ class Runtime:
             async for chunk in stream:
                 if chunk.sample not in open_samples:
                     raise EngineError(
-                        f"request {request.rid}: a chunk came for sample {chunk.sample}, which has ended or was not "
-                        "asked for"
+                        f"request {request.rid}: a chunk came for sample {chunk.sample}, which has ended or is unknown"
                     )
                 open_samples[chunk.sample].append(chunk)
                 if chunk.finish is None:

@@ -106,8 +106,7 @@ class SimulateConfig(Config):
             )
         if self.parallelism.degree not in (default.parallelism.degree, self.simulation.degree):
             raise ConfigError(
-                f"parallelism.degree is {self.parallelism.degree}; leave it out: simulation.degree is the degree at "
-                "the start"
+                f"parallelism.degree is {self.parallelism.degree}; leave it out: simulation.degree sets it"
             )
         self.rollout.engines, self.parallelism.degree = self.simulation.engines, self.simulation.degree
         self.validate_scheduling()
