@@ -51,11 +51,12 @@ def seen_before(stretches: Sequence[Stretch], turn: int, context: str) -> list[S
 
 
 def views_by_walking(stretches: Sequence[Stretch], context: str) -> list[tuple[list[Stretch], int]]:
-    """The stretches of each view, and its first turn. A turn goes on with the view before if it sees all of it."""
+    """The stretches of each view, and its first turn. A turn goes on with the view before if it sees all of it; one
+    that sees the newest observation only has a view of its own."""
     views: list[tuple[list[Stretch], int]] = []
     for each in (each for each in stretches if each.kind == "said"):
         before = seen_before(stretches, each.turn, context)
-        if views and before[: len(views[-1][0])] == views[-1][0]:
+        if views and context != "turn" and before[: len(views[-1][0])] == views[-1][0]:
             views[-1] = [*before, each], views[-1][1]
         else:
             views.append(([*before, each], each.turn))

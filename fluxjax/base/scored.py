@@ -330,6 +330,7 @@ def views_of(versions_T: np.ndarray, media_T: np.ndarray, context: str) -> list[
     if context != TURN:  # the key is the number of media that are left out
         seen_T = np.maximum.accumulate(media_T)[np.searchsorted(block_T, block_T, "right") - 1]
         key_T = np.maximum(seen_T - int(found[1]), 0) if found[1] else np.zeros_like(block_T)
+        key_T = np.maximum(key_T, key_T[np.argmax(seen_T > 0)])  # what was never seen rewrites nothing
     views = []
     for key in np.unique(key_T).tolist():
         first, end = np.searchsorted(key_T, [key, key + 1]).tolist()
