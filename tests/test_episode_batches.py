@@ -107,9 +107,9 @@ def test_inputs_of_another_length_are_refused():
 
 
 def here(composition):
-    """The responses that have tokens in the rows of a process, with the number of these tokens."""
-    pairs = zip(composition.keys, composition.lengths.tolist(), strict=True)
-    return {key: length for key, length in pairs if length}
+    """The responses and views that have tokens in the rows of a process, with the number of these tokens."""
+    found = zip(composition.keys, composition.views, composition.lengths.tolist(), strict=True)
+    return {(*key, view): length for key, view, length in found if length}
 
 
 def shadow(inputs, name):
@@ -119,10 +119,10 @@ def shadow(inputs, name):
     return inputs.with_patches(ShadowTensor.of(name, inputs.patches_PX.shape, np.float32))
 
 
-@pytest.mark.parametrize("strategy", [FSDP, FlexUlysses, ODC])
-def test_another_process_lays_out_the_same_rows(strategy):
+@pytest.mark.parametrize(("strategy", "context"), [(FSDP, "turn"), (FlexUlysses, "images:1"), (ODC, "whole")])
+def test_another_process_lays_out_the_same_rows(strategy, context):
     """It gets tickets in the place of pixels, and only sizes of groups that its rows do not have."""
-    groups, prepared, _ = random_episodes(4)
+    groups, prepared, _ = random_episodes(4, context)
     for draw, prompt in prepared.items():
         responses = {k: shadow(inputs, f"{draw}/{k}") for k, inputs in prompt.responses.items()}
         prepared[draw] = dataclasses.replace(prompt, inputs=shadow(prompt.inputs, f"{draw}"), responses=responses)

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from media_files import parity
 from turns import third_of
 
+from fluxjax.config import Config, ConfigError, SourceConfig
+from fluxjax.run.play import observations_of
 from models.inputs import ModelInput
 from models.processing import ObservationProcessor, Processor, PromptError, tiny
 from models.processing.conversation import TurnDelimiters, encode_as_text
@@ -157,6 +159,25 @@ def test_a_template_that_writes_earlier_messages_anew_is_named(template: str, ro
     if fault:
         with pytest.raises(AssertionError, match=fault):
             raise AssertionError(observations.instability)
+
+
+def test_a_template_that_strips_earlier_thinking_suits_turns_that_see_no_earlier_turn() -> None:
+    """A source of another context is refused, and so is a template that writes the newest observation anew."""
+    config, sources = Config(), {name: SourceConfig(environment="a:b", context="turn") for name in ("one", "other")}
+    config.data.chat_template, config.data.sources = True, sources
+    stripping = templates.QWEN3_5.replace(templates._TOOL, "{{ raise_exception('no tools') }}")
+    for template, context, message in (
+        (stripping, "turn", ""),
+        (stripping, "whole", "by the role user: .* strips earlier thinking.* context='turn', in"),
+        (templates.COUNTED, "turn", "by the role user: .*goes on with '1 messages"),
+    ):
+        sources["other"].context = context
+        processor = processor_of("qwen3", template)
+        if message:
+            with pytest.raises(ConfigError, match=f"data.chat_template: .*{message}"):
+                observations_of(config, processor)
+        else:
+            assert "strips" in observations_of(config, processor).instability
 
 
 @pytest.mark.parametrize(
