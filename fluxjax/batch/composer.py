@@ -335,19 +335,19 @@ def _in_views(group: TrainGroup, context: str, merge_unit: int) -> TrainGroup:
         turn_T = turn_numbers(versions_T)
         for kept, first in views_of(versions_T, media_numbers(inputs), context):
             versions = np.where(kept < first, ENVIRONMENT, versions_T[kept])
-            own = versions != ENVIRONMENT
-            if not own.any():  # the episode ended with an observation
+            trained = versions != ENVIRONMENT
+            if not trained.any():  # the episode ended with an observation
                 continue
             view = picked(inputs, kept, start, merge_unit)
             if view.vision is not None:
                 observed[len(data)] = view
             of_turns = advantages_GU[k].copy()
             if len(of_turns) > 1:
-                of_turns[turn_numbers(versions)[own]] = advantages_GU[k, turn_T[kept][own]]
-            logprobs = np.where(own, logprobs_T[kept], np.float32(0))
+                of_turns[turn_numbers(versions)[trained]] = advantages_GU[k, turn_T[kept][trained]]
+            logprobs = np.where(trained, logprobs_T[kept], np.float32(0))
             columns = (values.tolist() for values in (tokens_T[kept], logprobs, versions))
             data.append(bytes_of(sample, temperature, *columns))
-            rows.append((sample, len(kept), int(versions.max()), int(own.sum())))
+            rows.append((sample, len(kept), int(versions.max()), int(trained.sum())))
             advantages.append(of_turns)
             parent.append(k)
     columns = Columns(draw, np.array(rows, np.int64), np.array(advantages), tuple(data))
