@@ -13,7 +13,6 @@ The numbers of a response are written once as little-endian bytes (`bytes_of`):
 import dataclasses
 import functools
 import math
-import re
 import struct
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby
@@ -22,12 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from .medium import Media, MediaKind
+from .medium import CONTEXT, TURN, WHOLE, Media, MediaKind
 
 ENVIRONMENT = -2  # the version of tokens that the environment said
 Turns = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]  # token ids of each turn, and of the observation behind it
-WHOLE, TURN = "whole", "turn"  # what a turn sees of its episode: everything; only the newest observation
-CONTEXT = re.compile(f"{WHOLE}|{TURN}|images:([1-9][0-9]*)")  # images:K: of the observations' media only the newest K
 
 
 def request_seed(seed: int, draw: int) -> int:

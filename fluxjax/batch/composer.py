@@ -22,8 +22,9 @@ from sharding.kernels.runs import chunk_size
 from sharding.spread.shapes import ShapeBook
 
 from ..algorithms.loss import response_weights
+from ..base.medium import WHOLE
 from ..base.process import collector_paused
-from ..base.scored import ENVIRONMENT, WHOLE, bytes_of, numbers_of, turn_numbers, views_of
+from ..base.scored import ENVIRONMENT, bytes_of, numbers_of, turn_numbers, views_of
 from ..base.types import Columns, Group, PreparedPrompt, Prompt, Response, Reward, Sample, TrainBatch
 from ..config import FSDP, ODC, Config, ConfigError, Strategy
 from .composition import Composition

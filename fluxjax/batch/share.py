@@ -21,7 +21,7 @@ from sharding.mesh import replica_size
 from sharding.planner.plan import ShardPlan
 from sharding.spread.shapes import Sizes
 
-from ..base.scored import WHOLE
+from ..base.medium import WHOLE
 from ..base.types import Columns
 from ..config import Config, ConfigError
 

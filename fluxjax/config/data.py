@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from ..base.errors import ConfigError
-from ..base.scored import CONTEXT, WHOLE
+from ..base.medium import CONTEXT, WHOLE
 from .bounds import Section, bounded, not_negative, positive, within
 from .schedules import Phases, Ramp, RunSchedule, parse
 

@@ -14,7 +14,7 @@ from models.inputs import ModelInput
 from models.processing import Processor, PromptError
 from models.processing.conversation import ObservationProcessor
 
-from ..base.scored import TURN
+from ..base.medium import TURN
 from ..base.types import PreparedPrompt, Prompt, Response
 from ..config import Config, ConfigError
 from ..environments import EnvironmentFailure, EnvironmentPool

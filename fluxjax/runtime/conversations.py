@@ -10,7 +10,8 @@ import numpy as np
 from models.inputs import ModelInput, joined, media_numbers, picked, text_input
 from rollout.engine import GenerateRequest, SamplingParams, TokenChunk
 
-from ..base.scored import WHOLE, views_of
+from ..base.medium import WHOLE
+from ..base.scored import views_of
 from ..base.types import ENVIRONMENT, Group, PreparedPrompt, Prompt, Response
 from ..coordinator.messages import ABORTED, STOPPED, Request, Turn, request_id
 
