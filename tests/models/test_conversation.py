@@ -16,10 +16,11 @@ from turns import third_of
 
 from fluxjax.config import Config, ConfigError, SourceConfig
 from fluxjax.run.play import observations_of
-from models.inputs import ModelInput
+from models.inputs import ModelInput, media_numbers, picked
 from models.processing import ObservationProcessor, Processor, PromptError, tiny
 from models.processing.conversation import TurnDelimiters, encode_as_text
 from models.processing.media_file import Medium
+from models.processing.patches import arrange
 from models.processing.settings import PatchLayout
 from models.shadow import ShadowTensor
 
@@ -100,6 +101,35 @@ def test_the_layout_of_a_conversation_is_that_of_its_parts(architecture: str, dr
     own = entire.feature_index_T[prompt:].copy()
     own[own >= 0] -= sum(len(shown) for shown in features[:cut])
     np.testing.assert_array_equal(response.feature_index_T, own)
+
+
+@pytest.mark.parametrize("architecture", VISION)
+@settings(max_examples=third_of(45), deadline=None)
+@given(drawn=parts, first=st.integers(0, 4), last=st.integers(0, 4))
+def test_what_is_left_of_a_conversation_is_laid_out_as_if_it_had_no_more_media(
+    architecture: str, drawn: list, first: int, last: int
+) -> None:
+    """Also without a video of several frame pairs, each with its time."""
+    processor, given = PROCESSORS[architecture], [part_of(architecture, *part) for part in drawn]
+    media = [medium for _, found in given for medium in found]
+    entire = laid_out(processor, "".join(text for text, _ in given), media, 5)
+    numbers = media_numbers(entire)
+    assert numbers.max(initial=0) == len(media) and (numbers[entire.feature_index_T >= 0] > 0).all()
+    kept = np.flatnonzero((numbers == 0) | ((numbers > first) & (numbers <= len(media) - last)))
+    rest = media[first : max(len(media) - last, first)]
+    got, want = picked(entire, kept, 3, 4), processor.response_layout(entire.token_ids_T[kept], rest, start=3)
+    np.testing.assert_array_equal(got.positions_3T, want.positions_3T)
+    np.testing.assert_array_equal(got.feature_index_T, want.feature_index_T)
+    assert got.next_position == want.next_position and (got.vision is None) == (not rest)
+    if got.vision is not None:
+        before = sum(math.prod(medium.grid) for medium in media[:first])
+        order = arrange([medium.grid for medium in rest], processor.layout)
+        assert isinstance(got.patches_PX, ShadowTensor)
+        assert [(rows.start, rows.stop) for rows in got.patches_PX.elsewhere] == [
+            (before, before + len(order.positions_P2))
+        ]
+        for name in ("positions_P2", "frame_segments_P", "window_segments_P"):
+            np.testing.assert_array_equal(getattr(got.vision, name), getattr(order, name))
 
 
 @pytest.mark.parametrize("architecture", VISION)
