@@ -135,6 +135,41 @@ def joined(parts: Sequence[ModelInput], merge_unit: int) -> ModelInput:
     )
 
 
+def media_numbers(inputs: ModelInput) -> np.ndarray:
+    """For each token, the number of the medium that it belongs to, from 1 on in order; 0 for text. A medium has the
+    tokens of its start and its end, and what lies between: a video may have such a pair for each frame pair, too."""
+    shown, ids_T = inputs.shown[0], inputs.token_ids_T
+    if not len(shown):
+        return np.zeros(len(ids_T), np.int64)
+    behind = shown[0] + np.argmin(np.append(inputs.feature_index_T[shown[0] :] >= 0, False))
+    starts_T, ends_T = ids_T == ids_T[shown[0] - 1], ids_T == ids_T[behind]
+    depth_T = np.cumsum(starts_T) - np.cumsum(ends_T)
+    return np.where((depth_T > 0) | ends_T, np.cumsum(starts_T & (depth_T == 1)), 0)
+
+
+def picked(inputs: ModelInput, kept: np.ndarray, start: int, merge_unit: int) -> ModelInput:
+    """The input of some tokens of `inputs`: those of the indices `kept`, ascending. The first has the rotary position
+    `start`. What is left out, and what is kept between, begins and ends outside of media. Kept media are neighbours."""
+    where = np.append(inputs.positions_3T[0], inputs.next_position)
+    begins = np.flatnonzero(np.diff(kept, prepend=-2) != 1)  # of runs of neighbouring tokens
+    lengths = np.diff(begins, append=len(kept))
+    firsts = kept[begins]
+    advances = where[firsts + lengths] - where[firsts]
+    ends = start + np.cumsum(advances)
+    positions_3T = inputs.positions_3T[:, kept] + np.repeat(ends - advances - where[firsts], lengths)
+    index_T, vision = inputs.feature_index_T[kept], None
+    if (shown := index_T[index_T >= 0]).size:
+        assert inputs.vision is not None
+        first, end = int(shown.min()), int(shown.max()) + 1
+        vision = cut(inputs.vision, first * merge_unit, end * merge_unit)
+        frames_P, windows_P = vision.frame_segments_P, vision.window_segments_P
+        segments = {"frame_segments_P": frames_P - frames_P[0] + 1, "window_segments_P": windows_P - windows_P[0] + 1}
+        vision = dataclasses.replace(vision, **segments)
+        index_T = np.where(index_T >= 0, index_T - first, -1).astype(np.int32)
+    ids_T, next_position = inputs.token_ids_T[kept], int(ends[-1]) if len(ends) else start
+    return ModelInput(ids_T, positions_3T.astype(np.int32), index_T, next_position, vision)
+
+
 class OutlinedInput:
     """A prepared prompt without its large arrays, which `laid_out` makes again, but with what plans need."""
 

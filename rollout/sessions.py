@@ -24,6 +24,7 @@ from models.shadow import ShadowTensor
 from .slots import PAGE_TOKENS, PagePool
 
 Identity: TypeAlias = np.ndarray  # i64 [5, T]: id, three positions, and the name of the feature of each token (0: none)
+FIRST = -1  # stands for a sample's number: the prefix with which a session began
 NAME_BYTES = 7  # of the digest of a medium, so that names of features fit int64
 
 
@@ -48,7 +49,8 @@ class KeptPrefix:
 
 class KeptPages:
     """The kept prefixes of all conversations, by session and number of the sample. A prefix holds its pages in `pool`
-    and, if layers have states, its state in `states`."""
+    and, if layers have states, its state in `states`. The first prefix with a state stays as `FIRST` when its
+    conversation goes on: if the context is rewritten, no later state can be used."""
 
     def __init__(self, pool: PagePool, states: PagePool) -> None:
         self._pool, self.states = pool, states
@@ -67,11 +69,13 @@ class KeptPages:
         self._counts[prefix.pages] += 1
         self._drop([(session, number)])
         self._prefixes[session, number] = prefix
+        if state >= 0 and (session, FIRST) not in self._prefixes:
+            self.keep(session, FIRST, pages, identity_5T, state)
 
     def match(self, session: str, numbers: Iterable[int], identity_5T: Identity) -> tuple[list[int], int]:
         """The full pages of the longest prefix that one of these conversations has in common with a prompt, and the
         state behind these pages. The prefix becomes the youngest."""
-        found = [key for number in numbers if (key := (session, number)) in self._prefixes]
+        found = [key for number in (*numbers, FIRST) if (key := (session, number)) in self._prefixes]
         usable = {key: self._prefixes[key].usable(identity_5T) for key in found}
         if not any(usable.values()):
             return [], -1

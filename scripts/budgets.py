@@ -46,8 +46,8 @@ FLAGS = ["--config=configs/text.py:debug", "--config.steps=1", "--config.warm_st
 BUDGETS = {
     # 50,000; 2,500 for Qwen3-VL and Qwen3.5; 800 for the engine and the step on a GPU; 3,000 for episodes
     "core lines": 56_300,
-    # 130; 10 limits of environments, two of a source, the discount of turns
-    "settings": 143,
+    # 130; 10 limits of environments, three of a source, the discount of turns
+    "settings": 144,
     "files that a run imports": 200,
     "files of a step": 25,
     "pairs of a step": 40,

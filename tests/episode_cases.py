@@ -1,6 +1,10 @@
-"""Random episodes: responses of several turns, with images and videos in the observations between them."""
+"""Random episodes: responses of several turns, with images and videos in the observations between them. What a turn
+sees of its episode is found here piece by piece, and laid out as a conversation of its own."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,30 +26,79 @@ def random_content(rng: np.random.Generator, most_media: int) -> Content:
     return content
 
 
-def random_episodes(seed: int) -> tuple[list[Group], dict[int, PreparedPrompt], list[Episode]]:
-    """Groups of two to four episodes of one to three turns. Returns the groups, their prompts, and all episodes."""
+class Stretch(NamedTuple):
+    """Neighbouring tokens of a response, from `start` to `stop`: what the model said in a turn, or a text or a medium
+    of the observation before it. A medium has a grid, and a first patch in the conversation."""
+
+    turn: int
+    kind: str  # said, text or media
+    start: int
+    stop: int
+    grid: tuple[int, int, int] = (0, 0, 0)
+    patch: int = 0
+
+
+def seen_before(stretches: Sequence[Stretch], turn: int, context: str) -> list[Stretch]:
+    """What a turn sees of its episode."""
+    before = [each for each in stretches if each.turn < turn or (each.turn == turn and each.kind != "said")]
+    if context == "turn":
+        ends = [each._replace(start=each.stop - 1) for each in before if each.kind == "said" and each.turn == turn - 1]
+        return ends + [each for each in before if each.turn == turn]
+    if context == "whole":
+        return before
+    newest = [each for each in before if each.kind == "media"][-int(context.removeprefix("images:")) :]
+    return [each for each in before if each.kind != "media" or each in newest]
+
+
+def views_by_walking(stretches: Sequence[Stretch], context: str) -> list[tuple[list[Stretch], int]]:
+    """The stretches of each view, and its first turn. A turn goes on with the view before if it sees all of it; one
+    that sees the newest observation only has a view of its own."""
+    views: list[tuple[list[Stretch], int]] = []
+    for each in (each for each in stretches if each.kind == "said"):
+        before = seen_before(stretches, each.turn, context)
+        if views and context != "turn" and before[: len(views[-1][0])] == views[-1][0]:
+            views[-1] = [*before, each], views[-1][1]
+        else:
+            views.append(([*before, each], each.turn))
+    return views
+
+
+def random_episodes(seed: int, context: str = "whole") -> tuple[list[Group], dict[int, PreparedPrompt], list[Episode]]:
+    """Groups of two to four episodes of one to three turns. Returns the groups, their prompts, and all episodes, or all
+    views of them."""
     rng = np.random.default_rng(seed)
     groups, prepared, episodes = [], {}, []
     for number in range(int(rng.integers(2, 5))):
         draw = 50 + 2 * number
-        prompt, content = Prompt(f"prompt-{draw}", "test", "?", "!", draw=draw), random_content(rng, 2)
+        prompt = Prompt(f"prompt-{draw}", "test", "?", "!", draw=draw, context=context)
+        content = random_content(rng, 2)
         inputs = model_input(content, rng)
         samples, responses, wholes = [], {}, []
         for sample in range(int(rng.integers(2, 5))):
-            conversation, versions = [*content], list[int]()
+            conversation, versions, stretches = [*content], list[int](), list[Stretch]()
+            patch = 0 if inputs.vision is None else inputs.vision.num_patches
             for turn in range(int(rng.integers(1, 4))):
                 observed = random_content(rng, 2) if turn else []
                 said = int(rng.integers(1, 7))
                 conversation += [*observed, said]
-                tokens = sum(n if isinstance(n, int) else 2 + n[0] * n[1] * n[2] // MERGE for n in observed)
-                versions += [ENVIRONMENT] * tokens + [int(rng.integers(0, 9))] * said
+                at = len(versions)
+                for part in observed:
+                    if isinstance(part, int):
+                        stretches.append(Stretch(turn, "text", at, at + part))
+                    else:
+                        patches = math.prod(part)
+                        stretches.append(Stretch(turn, "media", at, at + 2 + patches // MERGE, part, patch))
+                        patch += patches
+                    at = stretches[-1].stop
+                stretches.append(Stretch(turn, "said", at, at + said))
+                versions += [ENVIRONMENT] * (at - len(versions)) + [int(rng.integers(0, 9))] * said
             whole = _with_prompt(model_input(conversation, rng), inputs)
             response = _response(whole, len(inputs), draw, sample, versions, rng)
             samples.append(Sample(response, Reward(0.0, False), float(np.float32(rng.normal()))))
             part = part_of(whole, inputs)
             if part.vision is not None:
                 responses[sample] = part
-            wholes.append(whole)
+            wholes.append((whole, stretches))
         group = Group(prompt, tuple(samples))
         if number % 2:  # advantages of turns
             others = np.random.default_rng([seed, number])
@@ -54,8 +107,41 @@ def random_episodes(seed: int) -> tuple[list[Group], dict[int, PreparedPrompt], 
             )
         groups.append(group)
         prepared[draw] = PreparedPrompt(prompt, inputs, responses)
-        episodes += [(group, sample, whole, len(inputs)) for sample, whole in zip(group.samples, wholes, strict=True)]
+        for sample, (whole, stretches) in zip(group.samples, wholes, strict=True):
+            episodes += [
+                (group, *_view(sample, whole, inputs, content, *view), len(inputs))
+                for view in views_by_walking(stretches, context)
+            ]
     return groups, prepared, episodes
+
+
+def _view(
+    sample: Sample, whole: ModelInput, prompt: ModelInput, content: Content, stretches: list[Stretch], first: int
+) -> tuple[Sample, ModelInput]:
+    """A view as a sample of its own, and its conversation, which is laid out anew."""
+    response, parts, kept = sample.response, [*content], list[int]()
+    own = np.zeros(len(response.versions), bool)
+    patches = [np.arange(0 if prompt.vision is None else prompt.vision.num_patches)]
+    for each in stretches:
+        kept += range(each.start, each.stop)
+        own[each.start : each.stop] = each.kind == "said" and each.turn >= first
+        if each.kind == "media":
+            parts.append(each.grid)
+            patches.append(each.patch + np.arange(math.prod(each.grid)))
+        else:
+            parts.append(each.stop - each.start)
+    laid_out = model_input(parts, np.random.default_rng(0))
+    tokens = np.concatenate([prompt.token_ids_T, np.array(response.token_ids)[kept]]).astype(np.int32)
+    vision = laid_out.vision
+    if vision is not None:
+        assert whole.vision is not None
+        vision = dataclasses.replace(vision, patches_PX=whole.vision.patches_PX[np.concatenate(patches)])
+    ids, versions = tokens[len(prompt) :], np.where(own, response.versions, ENVIRONMENT)[kept]
+    columns = {"token_ids": ids, "logprobs": np.where(own, response.logprobs, 0.0)[kept], "versions": versions}
+    view = dataclasses.replace(response, **{name: tuple(values.tolist()) for name, values in columns.items()})
+    advantages = sample.turn_advantages[first:]
+    sample = dataclasses.replace(sample, response=view, turn_advantages=advantages)
+    return sample, dataclasses.replace(laid_out, token_ids_T=tokens, vision=vision)
 
 
 def _with_prompt(whole: ModelInput, prompt: ModelInput) -> ModelInput:
@@ -135,11 +221,10 @@ def alone(episodes: list[Episode], heads: tuple[int, int], model, newest: int):
         masks.append((response.draw, response.sample, trained))
     grads, tally = one.accumulate(micros)
     scores = one.gradients.scores(one.params, micros)
-    found = {
-        (draw, sample): np.asarray(score[0])[0, mask]
-        for (draw, sample, mask), score in zip(masks, scores, strict=True)
-        if score is not None
-    }
+    found: dict[tuple[int, int], np.ndarray] = {}
+    for (*key, mask), score in zip(masks, scores, strict=True):  # the views of an episode follow each other
+        assert score is not None
+        found[tuple(key)] = np.append(found.get(tuple(key), []), np.asarray(score[0])[0, mask]).astype(np.float32)
     return tally, jax.tree.map(np.asarray, grads), found
 
 

@@ -29,6 +29,9 @@ LEDGER = "fluxjax/coordinator/ledger.py"
 EARLY = "fluxjax/coordinator/policies/early_training.py"
 SCHEDULES = "fluxjax/config/schedules.py"
 EPISODES = "fluxjax/runtime/episodes.py"
+VIEWS = "fluxjax/base/scored.py"
+COMPOSER = "fluxjax/batch/composer.py"
+INPUTS = "models/inputs.py"
 
 # fmt: off
 MUTANTS = [
@@ -216,6 +219,18 @@ MUTANTS = [
            "), *observation.token_ids_T.tolist()),"),
     Mutant("an environment that is begun anew is believed", EPISODES,
            "if answer.done or again.token_ids_T.tolist() != list(seen):", "if False:"),
+    # --- contexts that are rewritten ---------------------------------------------------------------
+    Mutant("one medium more than the context shows", VIEWS,
+           "np.maximum(seen_T - int(found[1]), 0)", "np.maximum(seen_T - int(found[1]) - 1, 0)"),
+    Mutant("what a turn saw begins behind its observation", VIEWS, "kept_T = np.arange(end) >= first - 1",
+           "kept_T = np.arange(end) >= np.flatnonzero(versions_T[:end] != ENVIRONMENT)[-1]"),
+    Mutant("history is trained on again", COMPOSER,
+           "versions = np.where(kept < first, ENVIRONMENT, versions_T[kept])", "versions = versions_T[kept]"),
+    Mutant("positions of a rewritten context go on from the record", INPUTS,
+           "np.repeat(ends - advances - where[firsts], lengths)", "np.repeat(0 * ends, lengths)"),
+    Mutant("a rewritten context shows the first media", INPUTS,
+           "vision = cut(inputs.vision, first * merge_unit, end * merge_unit)",
+           "vision = cut(inputs.vision, 0, (end - first) * merge_unit)"),
     # --- schedules ---------------------------------------------------------------------------------
     Mutant("phases begin late", SCHEDULES,
            "bisect.bisect_right(self.starts, progress)", "bisect.bisect_left(self.starts, progress)"),

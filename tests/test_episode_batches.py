@@ -33,27 +33,29 @@ def config_of(strategy, share=True, patches=384):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "devices", "share", "model", "seed"),
+    ("strategy", "devices", "share", "model", "seed", "context"),
     [
-        (FSDP, 1, True, MODEL, 0),
+        (FSDP, 1, True, MODEL, 0, "whole"),
         *by_turns(
             [
-                (FSDP, 4, False, QWEN3_VL, 1),
-                (FlexUlysses, 8, True, MODEL, 2),
-                (ODC, 4, True, QWEN3_5, 3),
-                (Ulysses, 4, False, QWEN3_VL, 4),
-                (FSDP, 2, True, QWEN3_5, 5),
-                (ODC, 4, False, MODEL, 6),
-                (FlexUlysses, 4, True, QWEN3_5, 7),
-                (ODC, 4, True, QWEN3_VL, 8),
-                (Ulysses, 4, True, MODEL, 9),
+                (FSDP, 4, False, QWEN3_VL, 1, "turn"),
+                (FlexUlysses, 8, True, MODEL, 2, "images:1"),
+                (ODC, 4, True, QWEN3_5, 3, "turn"),
+                (Ulysses, 4, False, QWEN3_VL, 4, "whole"),
+                (FSDP, 2, True, QWEN3_5, 5, "images:1"),
+                (ODC, 4, False, MODEL, 6, "whole"),
+                (FlexUlysses, 4, True, QWEN3_5, 7, "whole"),
+                (ODC, 4, True, QWEN3_VL, 8, "images:2"),
+                (Ulysses, 4, True, MODEL, 9, "turn"),
             ]
         ),
     ],
 )
-def test_packed_episodes_equal_each_episode_alone(strategy, devices, share, model, seed):
-    groups, prepared, episodes = random_episodes(seed)
+def test_packed_episodes_equal_each_view_alone(strategy, devices, share, model, seed, context):
+    """A view is the whole episode, or what the model saw of it where its context was rewritten."""
+    groups, prepared, episodes = random_episodes(seed, context)
     assert kinds(episodes) >= {"turns", "image"}
+    assert (len(episodes) > sum(len(group.samples) for group in groups)) == (context != "whole")
     assert any(len(set(sample.turn_advantages)) > 1 for _, sample, _, _ in episodes)
     config = config_of(strategy, share)
     composition = compose(groups, prepared, config, devices, vision=MODEL.vision, text=model.text)
@@ -105,9 +107,9 @@ def test_inputs_of_another_length_are_refused():
 
 
 def here(composition):
-    """The responses that have tokens in the rows of a process, with the number of these tokens."""
-    pairs = zip(composition.keys, composition.lengths.tolist(), strict=True)
-    return {key: length for key, length in pairs if length}
+    """The responses and views that have tokens in the rows of a process, with the number of these tokens."""
+    found = zip(composition.keys, composition.views, composition.lengths.tolist(), strict=True)
+    return {(*key, view): length for key, view, length in found if length}
 
 
 def shadow(inputs, name):
@@ -117,10 +119,10 @@ def shadow(inputs, name):
     return inputs.with_patches(ShadowTensor.of(name, inputs.patches_PX.shape, np.float32))
 
 
-@pytest.mark.parametrize("strategy", [FSDP, FlexUlysses, ODC])
-def test_another_process_lays_out_the_same_rows(strategy):
+@pytest.mark.parametrize(("strategy", "context"), [(FSDP, "turn"), (FlexUlysses, "images:1"), (ODC, "whole")])
+def test_another_process_lays_out_the_same_rows(strategy, context):
     """It gets tickets in the place of pixels, and only sizes of groups that its rows do not have."""
-    groups, prepared, _ = random_episodes(4)
+    groups, prepared, _ = random_episodes(4, context)
     for draw, prompt in prepared.items():
         responses = {k: shadow(inputs, f"{draw}/{k}") for k, inputs in prompt.responses.items()}
         prepared[draw] = dataclasses.replace(prompt, inputs=shadow(prompt.inputs, f"{draw}"), responses=responses)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from counting import LETTERS, Counting
 from run_cases import Diary, assert_same_run, flags, logged, signal_when, summary, trained, write_jsonl
+from turns import by_turns
 
 from fluxjax import evaluate
 from fluxjax.base.types import ENVIRONMENT, Media, MediaKind, Prompt, Response
@@ -84,10 +85,13 @@ def test_episodes_are_demonstrated_learned_and_measured(tmp_path: pathlib.Path) 
 
 
 @pytest.mark.slow
-def test_pictures_of_a_reset_and_of_turns_are_trained_on(tmp_path: pathlib.Path, capsys: Any) -> None:
+@pytest.mark.parametrize("context", by_turns(["whole", "turn", "images:1"]))
+def test_pictures_of_a_reset_and_of_turns_are_trained_on(tmp_path: pathlib.Path, capsys: Any, context: str) -> None:
+    """Also by a warm start and an evaluation, when what a turn sees is rewritten."""
     diary = Diary()
-    sizes = {"rollout__max_new_tokens": 24, "rollout__max_sequence_tokens": 64}
-    run(tmp_path, own(tmp_path, VLM, {"pictures": True}, steps=2, **sizes), diary)
+    settings = {"rollout__max_new_tokens": 24, "rollout__max_sequence_tokens": 64}
+    settings |= {"data__sources__count__context": context}
+    run(tmp_path, own(tmp_path, VLM, {"pictures": True}, steps=2, **settings), diary)
     seen = {len(sample.response.media) for sample in diary.samples}
     prompts = [group.prompt for groups in diary.groups.values() for group in groups]
     assert max(seen) > 0 and all(len(prompt.media) == 1 and prompt.opening[1] == 1 for prompt in prompts)

@@ -12,7 +12,7 @@ from turns import by_turns
 
 from fluxjax.algorithms import ALGORITHMS
 from fluxjax.base.medium import Media, MediaKind
-from fluxjax.base.types import ENVIRONMENT, Group, Prompt, Response, Reward, Sample
+from fluxjax.base.types import ENVIRONMENT, Group, PreparedPrompt, Prompt, Response, Reward, Sample
 from fluxjax.batch.composition import unpack
 from fluxjax.config import AlgorithmConfig, Config, ConfigError, cli
 from fluxjax.learner.critic import estimate
@@ -145,11 +145,23 @@ def with_observations(sample: Sample) -> Sample:
     return dataclasses.replace(sample, response=response)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["one row", *by_turns(["rows", "flex_ulysses", "odc"])])
-def test_a_step_of_episodes_has_these_advantages_in_every_layout(layout):
+def episodes_near_policy(context: str) -> tuple[list[Group], dict[int, PreparedPrompt]]:
     groups, prepared, _ = near_policy()
-    groups = [dataclasses.replace(g, samples=tuple(map(with_observations, g.samples))) for g in groups]
+    episodes = []
+    for group in groups:
+        prompt = dataclasses.replace(group.prompt, context=context)
+        episodes.append(Group(prompt, tuple(map(with_observations, group.samples))))
+    return episodes, prepared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "context"),
+    [("one row", "whole"), *by_turns([("rows", "turn"), ("flex_ulysses", "whole"), ("odc", "turn")])],
+)
+def test_a_step_of_episodes_has_these_advantages_in_every_layout(layout, context):
+    """Also if each turn is computed by itself: the value behind a turn's last token is that of the next turn."""
+    groups, prepared = episodes_near_policy(context)
     cfg = AlgorithmConfig.of("ppo", discount=0.7)
     trainer, _ = trainer_of(cfg, layout, critic={"gae_lambda": 0.8})
     critic, ppo = trainer._critic, ALGORITHMS["ppo"]
@@ -177,9 +189,9 @@ def test_a_step_of_episodes_has_these_advantages_in_every_layout(layout):
 
 
 @pytest.mark.slow
-def test_gigpos_advantages_reach_the_tokens_of_their_turns():
-    groups, prepared, _ = near_policy()
-    groups = [dataclasses.replace(g, samples=tuple(map(with_observations, g.samples))) for g in groups]
+@pytest.mark.parametrize("context", by_turns(["whole", "turn"]))
+def test_gigpos_advantages_reach_the_tokens_of_their_turns(context):
+    groups, prepared = episodes_near_policy(context)
     trainer, _ = trainer_of(cfg := AlgorithmConfig.of("gigpo"))
     scored = ALGORITHMS["gigpo"].advantages(groups, cfg)
     [composition] = composed(trainer, [Portion(scored, prepared)])

@@ -1,7 +1,13 @@
-"""A medium of a prompt, by reference. JAX is not imported, because decoder processes need no JAX."""
+"""A medium of a prompt, by reference, and what a turn sees of its episode. Neither JAX nor numpy is imported, because
+decoder processes and flags need neither."""
 
 import dataclasses
 import enum
+import re
+
+# What a turn sees of its episode: everything; only the newest observation; all texts, but only the newest K media.
+WHOLE, TURN = "whole", "turn"
+CONTEXT = re.compile(f"{WHOLE}|{TURN}|images:([1-9][0-9]*)")
 
 
 class MediaKind(enum.Enum):

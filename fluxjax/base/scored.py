@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from .medium import Media, MediaKind
+from .medium import CONTEXT, TURN, WHOLE, Media, MediaKind
 
 ENVIRONMENT = -2  # the version of tokens that the environment said
 Turns = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]  # token ids of each turn, and of the observation behind it
@@ -59,6 +59,7 @@ class Prompt:
     row: int = 0
     tokens: int = 0  # tokens of the prepared prompt, 0 if unknown
     environment: str = ""
+    context: str = WHOLE  # what a turn sees of its episode (`CONTEXT`)
     opening: tuple[int, int] = (0, 0)  # characters and media at the end that the environment showed when it began
 
     def opened(self, text: str, media: tuple[Media, ...]) -> "Prompt":
@@ -310,6 +311,31 @@ def turn_numbers(versions_T: np.ndarray) -> np.ndarray:
     """Returns the turn of each token of a response, from 0 on. An observation belongs to the turn before it."""
     said_T = (versions_T != ENVIRONMENT).astype(np.int8)
     return np.cumsum(np.diff(said_T, prepend=np.int8(1)) == 1)
+
+
+def views_of(versions_T: np.ndarray, media_T: np.ndarray, context: str) -> list[tuple[np.ndarray, int]]:
+    """Divides an episode where its context was rewritten. Returns, for each view, the indices of the response's tokens
+    that the view has, ascending, and the index of the first token of the view's own turns. What was sampled before is
+    history. Every sampled token is of one view's own turns, and the last view is what the engine sees next.
+
+    `media_T` has the number of the medium that a token belongs to, from 1 on in order (0: text). `context` is a text
+    that `CONTEXT` matches. With `turn`, a view has the last token of the turn before, which ended it."""
+    begins_T = np.diff((versions_T != ENVIRONMENT).astype(np.int8), prepend=np.int8(1)) == -1
+    block_T = np.cumsum(begins_T)  # an observation is in one block with the turn behind it
+    key_T, found = block_T, CONTEXT.fullmatch(context)  # the key changes where the context is rewritten
+    assert found is not None
+    if context != TURN:  # the key is the number of media that are left out
+        seen_T = np.maximum.accumulate(media_T)[np.searchsorted(block_T, block_T, "right") - 1]
+        key_T = np.maximum(seen_T - int(found[1]), 0) if found[1] else np.zeros_like(block_T)
+        key_T = np.maximum(key_T, key_T[np.argmax(seen_T > 0)])  # what was never seen rewrites nothing
+    views = []
+    for key in np.unique(key_T).tolist():
+        first, end = np.searchsorted(key_T, [key, key + 1]).tolist()
+        kept_T = (media_T[:end] == 0) | (media_T[:end] > key)
+        if context == TURN:
+            kept_T = np.arange(end) >= first - 1
+        views.append((np.flatnonzero(kept_T), first))
+    return views
 
 
 def version_span_of(data: bytes) -> tuple[int, int]:

@@ -17,12 +17,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from models.config import TextConfig, VisionConfig
-from models.inputs import PromptInput
+from models.inputs import PromptInput, media_numbers, picked, text_input
 from sharding.kernels.runs import chunk_size
 from sharding.spread.shapes import ShapeBook
 
 from ..algorithms.loss import response_weights
+from ..base.medium import WHOLE
 from ..base.process import collector_paused
+from ..base.scored import ENVIRONMENT, bytes_of, numbers_of, turn_numbers, views_of
 from ..base.types import Columns, Group, PreparedPrompt, Prompt, Response, Reward, Sample, TrainBatch
 from ..config import FSDP, ODC, Config, ConfigError, Strategy
 from .composition import Composition
@@ -164,7 +166,11 @@ class Composer:
             if columns.data:
                 inputs = self._inputs(group.prompt, prepared)
                 observed = _observed(columns, prepared[group.prompt.draw])
-                to_train.append(TrainGroup(group.prompt.id, inputs, columns, weighed, observed))
+                chosen = TrainGroup(group.prompt.id, inputs, columns, weighed, observed)
+                if group.prompt.context != WHOLE:
+                    unit = 1 if self._vision is None else self._vision.merge_unit
+                    chosen = _in_views(chosen, group.prompt.context, unit)
+                to_train.append(chosen)
         if skip_idle:
             taught = [group for group in to_train if group.columns.advantages_GU.any()]
             to_train = taught or to_train[:1]
@@ -301,6 +307,37 @@ def _observed(columns: Columns, prompt: PreparedPrompt) -> Mapping[int, PromptIn
             )
         observed[k] = inputs
     return observed
+
+
+def _in_views(group: TrainGroup, context: str, merge_unit: int) -> TrainGroup:
+    """Returns the group with views (`views_of`) in the place of its responses. A view's history has no loss, as tokens
+    of the environment. Its own tokens keep their loss weights, so that an episode weighs as if it had one view."""
+    draw, _, advantages_GU, data_G = group.columns
+    start = group.inputs.laid_out().next_position
+    parent: list[int] = []
+    rows, advantages, data, observed = [], [], list[bytes](), dict[int, PromptInput]()
+    for k, (sample, temperature, tokens_T, logprobs_T, versions_T) in enumerate(map(numbers_of, data_G)):
+        inputs = group.observed[k].laid_out() if k in group.observed else text_input(tokens_T, start)
+        turn_T = turn_numbers(versions_T)
+        for kept, first in views_of(versions_T, media_numbers(inputs), context):
+            versions = np.where(kept < first, ENVIRONMENT, versions_T[kept])
+            trained = versions != ENVIRONMENT
+            if not trained.any():  # the episode ended with an observation
+                continue
+            view = picked(inputs, kept, start, merge_unit)
+            if view.vision is not None:
+                observed[len(data)] = view
+            of_turns = advantages_GU[k].copy()
+            if len(of_turns) > 1:
+                of_turns[turn_numbers(versions)[trained]] = advantages_GU[k, turn_T[kept][trained]]
+            logprobs = np.where(trained, logprobs_T[kept], np.float32(0))
+            columns = (values.tolist() for values in (tokens_T[kept], logprobs, versions))
+            data.append(bytes_of(sample, temperature, *columns))
+            rows.append((sample, len(kept), int(versions.max()), int(trained.sum())))
+            advantages.append(of_turns)
+            parent.append(k)
+    columns = Columns(draw, np.array(rows, np.int64), np.array(advantages), tuple(data))
+    return group._replace(columns=columns, weights=group.weights[parent], observed=observed)
 
 
 def given_response(draw: int, ids: Sequence[int]) -> Response:

@@ -36,7 +36,9 @@ class Composition:
     their computation.
 
     `keys[i]` is the (draw, sample) of response `i`, and `lengths[i]` the number of its tokens in `cells`. `cells` has
-    the indices of these tokens, response after response, in the flattened and concatenated rows of `microbatches`.
+    the indices of these tokens, response after response, in the flattened and concatenated rows of `microbatches`. An
+    episode whose context was rewritten counts as several responses of one key, whose tokens follow each other in the
+    order of `views`.
 
     In a run of several processes, `microbatches` have only the rows of this process, and `cells` only the tokens in
     these rows. `elsewhere` has the microbatches that devices of other processes compute alone, with shapes instead of
@@ -45,6 +47,7 @@ class Composition:
 
     microbatches: tuple[Microbatch, ...]
     keys: tuple[tuple[int, int], ...]
+    views: tuple[int, ...]
     cells: np.ndarray
     lengths: np.ndarray
     coming: tuple[TrainBatch, ...] = ()
@@ -101,7 +104,10 @@ def unpack(composition: Composition, arrays_BT: PerToken) -> dict[tuple[int, int
     if [np.shape(array) for array in arrays_BT] != shapes_BT:
         raise ValueError(f"the arrays have the shapes {[np.shape(a) for a in arrays_BT]}, but the batches {shapes_BT}")
     parts = np.split(composition.of_responses(arrays_BT), np.cumsum(composition.lengths))[:-1]
-    return dict(zip(composition.keys, parts, strict=True))
+    found: dict[tuple[int, int], list[np.ndarray]] = {}
+    for i in sorted(range(len(parts)), key=composition.views.__getitem__):
+        found.setdefault(composition.keys[i], []).append(parts[i])
+    return {key: np.concatenate(found[key]) for key in composition.keys}
 
 
 def packing_metrics(compositions: Sequence[Composition], num_devices: int) -> dict[str, float]:

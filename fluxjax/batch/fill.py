@@ -41,6 +41,7 @@ class Spans:
     # For each response with media: first cell, first feature, inputs
     observed: list[tuple[int, int, PromptInput]] = dataclasses.field(default_factory=list)
     keys: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (draw, sample) of each response
+    views: list[int] = dataclasses.field(default_factory=list)  # index of each response in its group
     data: list[bytes] = dataclasses.field(default_factory=list)  # `Response.data` of each response
     lengths: list[int] = dataclasses.field(default_factory=list)  # number of tokens of each response
     trained: list[int] = dataclasses.field(default_factory=list)  # number of tokens that are trained on, by response
@@ -65,6 +66,7 @@ class Spans:
                 branch = branch if share else 0
                 self.responses.append((cell + column, segment, branch, last, prompt.next_position))
                 self.keys.append((draw, sample))
+                self.views.append(k)
                 self.data.append(data[k])
                 self.lengths.append(length)
                 self.trained.append(trained)
@@ -93,6 +95,7 @@ def _written(outlines: Sequence[Outline], share: Share, room: Room, tempered: bo
     """Returns the microbatches of `outlines`. Of those that all devices compute, only the share's rows are written."""
     microbatches: list[Microbatch] = []
     keys: list[tuple[int, int]] = []
+    views: list[int] = []
     cells, counts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     first = 0
     for outline in outlines:
@@ -108,10 +111,11 @@ def _written(outlines: Sequence[Outline], share: Share, room: Room, tempered: bo
             at, lengths = at[here], np.add.reduceat(here, [0, *ends[:-1].tolist()], dtype=np.int64)
         microbatches.append(Microbatch(batch, outline.owner, outline.work, layout))
         keys += spans.keys
+        views += spans.views
         cells.append(first + at)
         counts.append(lengths)
         first += total
-    return Composition(tuple(microbatches), tuple(keys), np.concatenate(cells), np.concatenate(counts))
+    return Composition(tuple(microbatches), tuple(keys), tuple(views), np.concatenate(cells), np.concatenate(counts))
 
 
 def _packed(outline: Outline, share: Share, room: Room, tempered: bool) -> tuple[Spans, np.ndarray, TrainBatch]:

@@ -20,6 +20,7 @@ from sharding.mesh import replica_size
 from sharding.planner.plan import ShardPlan
 from sharding.spread.shapes import Sizes
 
+from ..base.medium import WHOLE
 from ..base.types import Columns
 from ..config import Config, ConfigError
 
@@ -188,9 +189,12 @@ def chunks_for(columns: int, runs: int, chunk: int) -> int:
 
 
 def most_chunks(config: Config) -> int:
-    """Returns the number of chunks for a row of `packing.tokens_per_row` tokens with all sequences of a step."""
+    """Returns the number of chunks for a row of `packing.tokens_per_row` tokens with all prompts, and all responses or
+    views, of a step."""
     columns, rollout = config.packing.tokens_per_row, config.rollout
-    runs = min(columns, rollout.prompts_per_step * (1 + rollout.group_size))
+    rewritten = any(source.context != WHOLE for source in config.data.sources.values())
+    views = config.data.environments.turns if rewritten else 1
+    runs = min(columns, rollout.prompts_per_step * (1 + rollout.group_size * views))
     return chunks_for(columns, runs, chunk_size(columns))
 
 

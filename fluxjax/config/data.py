@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from ..base.errors import ConfigError
-from .bounds import Section, not_negative, positive, within
+from ..base.medium import CONTEXT, WHOLE
+from .bounds import Section, bounded, not_negative, positive, within
 from .schedules import Phases, Ramp, RunSchedule, parse
 
 COLUMNS = ("prompt", "answer", "images", "videos", "id")
@@ -111,6 +112,11 @@ class SourceConfig(Section):
     environment_arguments: dict[str, object] = dataclasses.field(  # its keyword arguments
         default_factory=dict, metadata={"nested": True}
     )
+    # What a turn sees behind the prompt: the `whole` episode; only the newest observation (`turn`); or all texts, but
+    # only the newest K images and videos of observations (`images:K`).
+    context: str = bounded(
+        WHOLE, lambda rule: CONTEXT.fullmatch(rule) is not None, "be whole, turn or images:K with K of at least 1"
+    )
 
     @property
     def reward_names(self) -> str:
@@ -122,9 +128,14 @@ class SourceConfig(Section):
         return [term.reward or name for name, term in self.rewards.items()] or [self.reward]
 
     def validate_rewards(self, field: str) -> None:
-        """Raises `ConfigError` for rewards that exclude each other, unreadable weights, or lack of an environment."""
-        if not self.environment and (self.environment_arguments or "environment" in self._rewards):
-            what = "environment_arguments are" if self.environment_arguments else "reward 'environment' is"
+        """Raises `ConfigError` for rewards that exclude each other, for weights that can't be read, and for what only a
+        source with an environment has."""
+        needing = {
+            "environment_arguments are": self.environment_arguments,
+            "reward 'environment' is": "environment" in self._rewards,
+            f"context {self.context!r} is": self.context != WHOLE,
+        }
+        if not self.environment and (what := next((what for what, given in needing.items() if given), "")):
             raise ConfigError(f"{field}.{what} given, but {field}.environment is empty; name the environment there")
         if self.rewards and self.reward != type(self)().reward:
             raise ConfigError(

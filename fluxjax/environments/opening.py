@@ -44,7 +44,7 @@ class Openings:
         loop's may call. Raises ConfigError and DataError."""
         if isinstance(drawn, SkippedPrompt) or not (name := self._sources[drawn.source].environment):
             return drawn
-        prompt = dataclasses.replace(drawn, environment=name)
+        prompt = dataclasses.replace(drawn, environment=name, context=self._sources[drawn.source].context)
         try:
             seen = self._loop.submit(self._first, prompt).result()
         except EnvironmentFailure as failure:

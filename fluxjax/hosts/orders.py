@@ -27,7 +27,7 @@ from ..batch.fill import sized_group, sized_input
 from ..batch.share import Outline, Piece, Share, TrainGroup
 from ..config import ConfigError
 
-PROTOCOL = 12
+PROTOCOL = 13
 MediaTold: TypeAlias = Sequence[tuple[str, str]] | None  # (ticket, place) of each medium; None: the receiver decodes
 PlaceOf: TypeAlias = Callable[[str], str]  # ticket -> the preprocessor that holds the medium
 UNKNOWN_PLACE = ""

@@ -176,7 +176,8 @@ def decided(
     """Returns, for each composition, the numbers that process 0 gets from `decide`, in the form of `values`. `counts`
     has the number of values of each response in this process. `decide` gets the values of all processes."""
     every = np.concatenate(counts)
-    keys = np.array([key for composition in compositions for key in composition.keys], np.int64).reshape(-1, 2)
+    pairs = [(*key, view) for part in compositions for key, view in zip(part.keys, part.views, strict=True)]
+    keys = np.array(pairs, np.int64).reshape(-1, 3)
     numbers = {name: np.concatenate([part[name] for part in values]) for name in values[0]}
     arrays = {"keys": keys[every > 0].reshape(-1), "counts": every[every > 0], **numbers}
     found = team.decided(arrays, lambda parts: _of_whole_responses(parts, decide))
@@ -184,13 +185,13 @@ def decided(
 
 
 def _of_whole_responses(parts: Sequence[Arrays], decide: OfTokens) -> list[dict[str, np.ndarray]]:
-    """Joins each response's parts from all processes, calls `decide`, and splits the result into the same parts.
-    Processes with higher numbers have later tokens of a response."""
+    """Joins each response's parts from all views and processes, calls `decide`, and splits the result into the same
+    parts. Processes with higher numbers have later tokens of a response."""
     number: dict[Key, int] = {}
-    keys = np.concatenate([part["keys"] for part in parts]).reshape(-1, 2).tolist()
-    which = np.array([number.setdefault((draw, sample), len(number)) for draw, sample in keys], np.int64)
+    keys = np.concatenate([part["keys"] for part in parts]).reshape(-1, 3)
+    which = np.array([number.setdefault((draw, sample), len(number)) for draw, sample, _ in keys.tolist()], np.int64)
     counts = np.concatenate([part["counts"] for part in parts])
-    order = np.argsort(which, kind="stable")
+    order = np.lexsort((keys[:, 2], which))  # stable
     cells, _ = span_cells((np.cumsum(counts) - counts)[order], counts[order])
     names = [name for name in parts[0] if name not in ("keys", "counts")]
     values = {name: np.concatenate([part[name] for part in parts])[cells] for name in names}

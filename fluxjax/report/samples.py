@@ -2,8 +2,8 @@
 
 A line is a JSON object. `numbers` has token ids, log-probs and versions, as base64 of `Response.data`; `pieces` has the
 text of each token. `refs` has kind, path, cell and stamp of each medium (`base/medium.py`); a path that is not absolute
-begins in the run's folder. Files of earlier releases lack these fields. Episodes also have rewards of turns, and the
-references of each observation's media (`observed`).
+begins in the run's folder. Files of earlier releases lack these fields. Episodes also have rewards of turns, the
+references of each observation's media (`observed`), and what a turn saw (`Prompt.context`).
 """
 
 import base64
@@ -61,6 +61,7 @@ def dump_samples(run_dir: pathlib.Path, step: int, groups: Sequence[Group], deco
                 turns = {"turn_rewards": response.rewards, "turn_advantages": sample.turn_advantages}
                 record |= {name: [round(value, 4) for value in values] for name, values in turns.items()}
                 record["observed"] = [[_reference(m, run_dir) for m in media] for media in response.observed_media]
+                record["context"] = prompt.context
             if reward.seconds:  # built-in rules take no time
                 record["reward_seconds"] = round(reward.seconds, 4)
             file.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -14,6 +14,7 @@ from models.inputs import ModelInput
 from models.processing import Processor, PromptError
 from models.processing.conversation import ObservationProcessor
 
+from ..base.medium import TURN
 from ..base.types import PreparedPrompt, Prompt, Response
 from ..config import Config, ConfigError
 from ..environments import EnvironmentFailure, EnvironmentPool
@@ -81,10 +82,12 @@ class Play:
 
 
 def observations_of(config: Config, processor: Processor) -> ObservationProcessor:
-    """Returns the way in which observations follow turns. Raises ConfigError if the chat template has none."""
+    """Returns the way in which observations follow turns. Raises ConfigError if the chat template has none. A template
+    that writes earlier turns anew suits contexts without earlier turns."""
     if not config.data.chat_template:
         return ObservationProcessor(processor)
-    reasons = []
+    reasons, suiting = [], list[ObservationProcessor]()
+    contexts = {source.context for source in config.data.sources.values() if source.environment}
     for role in _ROLES:
         try:
             found = ObservationProcessor.of(processor, role)
@@ -93,5 +96,8 @@ def observations_of(config: Config, processor: Processor) -> ObservationProcesso
         else:
             if found.prefix_stable:
                 return found
+            suiting += [found] * (found.one_turn and contexts == {TURN})
             reasons.append(f"by the role {role}: {found.instability}")
+    if suiting:
+        return suiting[0]
     raise ConfigError("data.chat_template: observations of environments can't be shown; " + "; ".join(reasons))

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from models.inputs import ModelInput, joined, text_input
+import numpy as np
+
+from models.inputs import ModelInput, joined, media_numbers, picked, text_input
 from rollout.engine import GenerateRequest, SamplingParams, TokenChunk
 
+from ..base.medium import WHOLE
+from ..base.scored import views_of
 from ..base.types import ENVIRONMENT, Group, PreparedPrompt, Prompt, Response
 from ..coordinator.messages import ABORTED, STOPPED, Request, Turn, request_id
 
@@ -31,11 +35,16 @@ def turns_prefix(rid: str) -> str:
 def turn_request(
     turn: Turn, prepared: PreparedPrompt, sampling: SamplingParams, seed: int, merge_unit: int
 ) -> GenerateRequest:
-    """Returns the request of a turn. Its prompt is the conversation so far. The engine may still have keys and values
-    of the first part. `seed` is that of the prompt's other requests."""
+    """Returns the request of a turn. Its prompt is the conversation so far, as far as `Prompt.context` shows it. The
+    engine may still have keys and values of the first part. `seed` is that of the prompt's other requests."""
     response, tokens = turn.response, turn.response.num_tokens
     sampling = at_temperature(sampling, response.temperature)
-    parts = [prepared.inputs.laid_out(), *([inputs_of(prepared, response, merge_unit)] if tokens else [])]
+    parts = [prepared.inputs.laid_out()]
+    if tokens:
+        parts.append(inputs_of(prepared, response, merge_unit))
+        if (context := turn.prompt.context) != WHOLE:
+            kept, _ = views_of(np.array(response.versions), media_numbers(parts[1]), context)[-1]
+            parts[1] = picked(parts[1], kept, parts[0].next_position, merge_unit)
     return GenerateRequest(
         rid=f"{turns_prefix(response.rid)}{tokens:08d}",  # ids of all turns have the same length
         prompt=joined(parts, merge_unit),

@@ -19,7 +19,7 @@ from ..config import JsonObject
 from .media_file import PromptError, Source
 from .processor import MARK, MARKS, PADS, VISION_END, VISION_START, Processor
 
-ONE_TURN = "one turn: each turn is a sample, trained on behind the prompt that the engine saw"
+ONE_TURN = "context='turn', in which a turn sees no earlier turn"
 # Texts that stand for a question, an answer and an observation while delimiters are looked for.
 _QUESTION, _ANSWER, _OBSERVATION = "the-first-question", "an-answer-of-the-model", "an-observation-behind-it"
 _SPACED = f" \n{_OBSERVATION}\n "
@@ -81,19 +81,23 @@ def _around(processor: Processor, role: str, observation: str, shown: str = "") 
 @dataclasses.dataclass(frozen=True)
 class ObservationProcessor:
     """Turns observations into token ids. `instability` is "" if the template's rendering of a conversation begins
-    with that of each shorter conversation. Otherwise it names the first difference, and the view that suits the
-    template: conversations that are put together are not those that the template writes."""
+    with that of each shorter conversation. Otherwise it names the first difference: conversations that are put together
+    are not those that the template writes. `one_turn` says whether the template writes the question and the newest
+    observation as they are put together here: a context without earlier turns then suits the template."""
 
     processor: Processor
     delimiters: TurnDelimiters = dataclasses.field(default_factory=TurnDelimiters)
     instability: str = ""
+    one_turn: bool = True
 
     @classmethod
     def of(cls, processor: Processor, role: str = "user") -> ObservationProcessor:
         """Derives the delimiters of observations by `role`, such as `user` or `tool`, and compares conversations with
         the template's rendering. Raises PromptError, as `TurnDelimiters.of` does."""
         bare = cls(processor, TurnDelimiters.of(processor, role))
-        return dataclasses.replace(bare, instability=bare._first_difference(role))
+        difference, one_turn = bare._first_difference(role)
+        suits = f". The view that suits it: {ONE_TURN}" * (one_turn and difference != "")
+        return dataclasses.replace(bare, instability=difference + suits, one_turn=one_turn)
 
     @property
     def prefix_stable(self) -> bool:
@@ -117,9 +121,10 @@ class ObservationProcessor:
                 ids += encode_as_text(self.processor, part)
         return [*ids, *between.after_ids]
 
-    def _first_difference(self, role: str) -> str:
+    def _first_difference(self, role: str) -> tuple[str, bool]:
         """Compares conversations that are put together with those that the template renders. Returns "" or a sentence
-        about the first difference. Characters that the vocabulary lacks are left out."""
+        about the first difference, and `one_turn`. Characters that the vocabulary lacks are left out."""
+        difference, one_turn = "", True
         processor = self.processor
         write = functools.partial(_writable, processor)
         opened = processor.decode(self.delimiters.after_ids, skip_special_tokens=False).rstrip().endswith("<think>")
@@ -129,18 +134,22 @@ class ObservationProcessor:
         for turn in map(write, [_THOUGHT] if opened else [_TURN, f"<think>\n{_THOUGHT}"]):
             messages: list[JsonObject] = [{"role": "user", "content": write(_QUESTION)}]
             ids = processor.tokenise_messages(messages)
+            question = len(ids) - len(self.delimiters.after_ids)
             turn_ids = [*processor.encode(turn), *self.delimiters.before_ids[:1]]
             for text, media in observations:
                 messages.append({"role": "assistant", "content": turn})
                 messages.append({"role": role, "content": processor.content(text, media)})
-                ids += [*turn_ids, *self.tokenise(text, media, turn_ids=turn_ids)]
+                newest = self.tokenise(text, media, turn_ids=turn_ids)
+                ids += [*turn_ids, *newest]
                 try:
                     rendered = processor.tokenise_messages(messages)
                 except PromptError as error:
-                    return f"behind the observation {text!r} by the role {role!r}: {error}"
-                if ids != rendered:
-                    return self._describe(turn, text, ids, rendered)
-        return ""
+                    return f"behind the observation {text!r} by the role {role!r}: {error}", False
+                for part in (slice(question), slice(-len(newest) - 1, None)):
+                    one_turn &= rendered[part] == ids[part]
+                if ids != rendered and not difference:
+                    difference = self._describe(turn, text, ids, rendered)
+        return difference, one_turn
 
     def _describe(self, turn: str, text: str, ids: Sequence[int], rendered: Sequence[int]) -> str:
         differing = (n for n, pair in enumerate(zip(ids, rendered, strict=False)) if pair[0] != pair[1])
@@ -152,7 +161,7 @@ class ObservationProcessor:
         cause = "strips earlier thinking" if strips else "writes this conversation in another way"
         return (
             f"the chat template {cause}: a conversation goes on with {ours!r}, but the template, given the turn "
-            f"{turn!r} and the observation {text!r}, writes {theirs!r} there. The view that suits it: {ONE_TURN}"
+            f"{turn!r} and the observation {text!r}, writes {theirs!r} there"
         )
 
 

@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 from media_files import parity
 from turns import third_of
 
-from models.inputs import ModelInput
+from fluxjax.config import Config, ConfigError, SourceConfig
+from fluxjax.run.play import observations_of
+from models.inputs import ModelInput, media_numbers, picked
 from models.processing import ObservationProcessor, Processor, PromptError, tiny
 from models.processing.conversation import TurnDelimiters, encode_as_text
 from models.processing.media_file import Medium
+from models.processing.patches import arrange
 from models.processing.settings import PatchLayout
 from models.shadow import ShadowTensor
 
@@ -101,6 +104,35 @@ def test_the_layout_of_a_conversation_is_that_of_its_parts(architecture: str, dr
 
 
 @pytest.mark.parametrize("architecture", VISION)
+@settings(max_examples=third_of(45), deadline=None)
+@given(drawn=parts, first=st.integers(0, 4), last=st.integers(0, 4))
+def test_what_is_left_of_a_conversation_is_laid_out_as_if_it_had_no_more_media(
+    architecture: str, drawn: list, first: int, last: int
+) -> None:
+    """Also without a video of several frame pairs, each with its time."""
+    processor, given = PROCESSORS[architecture], [part_of(architecture, *part) for part in drawn]
+    media = [medium for _, found in given for medium in found]
+    entire = laid_out(processor, "".join(text for text, _ in given), media, 5)
+    numbers = media_numbers(entire)
+    assert numbers.max(initial=0) == len(media) and (numbers[entire.feature_index_T >= 0] > 0).all()
+    kept = np.flatnonzero((numbers == 0) | ((numbers > first) & (numbers <= len(media) - last)))
+    rest = media[first : max(len(media) - last, first)]
+    got, want = picked(entire, kept, 3, 4), processor.response_layout(entire.token_ids_T[kept], rest, start=3)
+    np.testing.assert_array_equal(got.positions_3T, want.positions_3T)
+    np.testing.assert_array_equal(got.feature_index_T, want.feature_index_T)
+    assert got.next_position == want.next_position and (got.vision is None) == (not rest)
+    if got.vision is not None:
+        before = sum(math.prod(medium.grid) for medium in media[:first])
+        order = arrange([medium.grid for medium in rest], processor.layout)
+        assert isinstance(got.patches_PX, ShadowTensor)
+        assert [(rows.start, rows.stop) for rows in got.patches_PX.elsewhere] == [
+            (before, before + len(order.positions_P2))
+        ]
+        for name in ("positions_P2", "frame_segments_P", "window_segments_P"):
+            np.testing.assert_array_equal(getattr(got.vision, name), getattr(order, name))
+
+
+@pytest.mark.parametrize("architecture", VISION)
 def test_a_response_without_media_goes_straight_on(architecture: str) -> None:
     processor = PROCESSORS[architecture]
     layout = processor.response_layout(processor.encode("abc"), start=7)
@@ -140,11 +172,15 @@ def test_placeholders_that_do_not_stand_for_the_media_are_named(text: str, media
         ("QWEN2_5", "tool", ""),
         ("QWEN3", "user", r"strips earlier thinking: .* goes on with '<think>.* writes 'The answer\.<\|im_end\|>"),
         ("QWEN3", "tool", ""),
-        ("QWEN3_5", "user", r"strips earlier thinking: .* view that suits it: one turn"),
+        ("QWEN3_5", "user", r"strips earlier thinking: .* view that suits it: context='turn'"),
         ("QWEN3_5", "tool", ""),
         ("LLAMA", "user", ""),
-        ("LLAMA", "tool", r"writes this conversation in another way: .*observation '\\n two lines.* writes"),
-        ("COUNTED", "user", r"goes on with '1 messages.* writes '3 messages"),
+        (
+            "LLAMA",
+            "tool",
+            r"writes this conversation in another way: .*observation '\\n two lines.* writes '[^']*' there$",
+        ),
+        ("COUNTED", "user", r"goes on with '1 messages.* writes '3 messages[^']*' there$"),
     ],
 )
 def test_a_template_that_writes_earlier_messages_anew_is_named(template: str, role: str, fault: str) -> None:
@@ -153,6 +189,25 @@ def test_a_template_that_writes_earlier_messages_anew_is_named(template: str, ro
     if fault:
         with pytest.raises(AssertionError, match=fault):
             raise AssertionError(observations.instability)
+
+
+def test_a_template_that_strips_earlier_thinking_suits_turns_that_see_no_earlier_turn() -> None:
+    """A source of another context is refused, and so is a template that writes the newest observation anew."""
+    config, sources = Config(), {name: SourceConfig(environment="a:b", context="turn") for name in ("one", "other")}
+    config.data.chat_template, config.data.sources = True, sources
+    stripping = templates.QWEN3_5.replace(templates._TOOL, "{{ raise_exception('no tools') }}")
+    for template, context, message in (
+        (stripping, "turn", ""),
+        (stripping, "whole", "by the role user: .* strips earlier thinking.* context='turn', in"),
+        (templates.COUNTED, "turn", "by the role user: .*goes on with '1 messages"),
+    ):
+        sources["other"].context = context
+        processor = processor_of("qwen3", template)
+        if message:
+            with pytest.raises(ConfigError, match=f"data.chat_template: .*{message}"):
+                observations_of(config, processor)
+        else:
+            assert "strips" in observations_of(config, processor).instability
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from painter import PICTURES
 from protocol_cases import model, processor
 from runtime_cases import Run, Source, Trainer, limited
+from turns import by_turns
 
 import models
 from fluxjax.base.types import ENVIRONMENT, Group, PreparedPrompt, Prompt, Response, TrainedStep
@@ -35,11 +36,13 @@ END = processor(KIND).eos_ids[0]
 
 class Prompts(Source):
     environment = "painter:Painter"
+    context = "whole"
 
     async def draw(self, count: int) -> Any:
         drawn, skipped = await super().draw(count)
         inputs = processor(KIND).prepare("what is this?")
-        named = (dataclasses.replace(one.prompt, environment=self.environment) for one in drawn)
+        how = {"environment": self.environment, "context": self.context}
+        named = (dataclasses.replace(one.prompt, **how) for one in drawn)
         return [PreparedPrompt(prompt, inputs) for prompt in named], skipped
 
 
@@ -127,10 +130,15 @@ def trainer_logprobs(groups: Any, prepared: Any, seed: int) -> dict[tuple[int, i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [None, April(oversample=2.0)], ids=["synchronous", "april"])
-def test_what_is_trained_on_is_what_was_sampled_and_observed(tmp_path: pathlib.Path, policy: Any) -> None:
-    """APRIL parks episodes, also between two turns. They go on under new weights."""
+@pytest.mark.parametrize(
+    ("context", "policy"),
+    by_turns([("whole", None), ("whole", April(oversample=2.0)), ("turn", April(oversample=2.0)), ("images:1", None)]),
+)
+def test_what_is_trained_on_is_what_was_sampled_and_observed(tmp_path: pathlib.Path, context: str, policy: Any) -> None:
+    """APRIL parks episodes, also between two turns. They go on under new weights. Log-probs of a context that was
+    rewritten are those of its views."""
     run = EpisodeRun(tmp_path, steps=3, prompts_per_step=2, group_size=4, max_new_tokens=MOST, policy=policy)
+    run.source.context = context
     limited(run._go())
     assert run.coordinator.ledger.trained == 6
     several = pictures = versions = 0
@@ -153,7 +161,7 @@ def test_what_is_trained_on_is_what_was_sampled_and_observed(tmp_path: pathlib.P
     assert live <= run.coordinator.ledger.entries.keys(), "environments of prompts that are done live on"
     begun = {f"draw {draw}" for draw in run.coordinator.ledger.entries}
     assert {session for session, _ in run.engine._scheduler.kept._prefixes} <= begun
-    if policy is None:
+    if (context, policy) == ("whole", None):
         assert run.engine.stats().tokens_prefilled < 0.7 * sum(map(prefilled_alone, entire[0]))
 
 

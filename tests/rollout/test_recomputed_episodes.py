@@ -48,12 +48,15 @@ class Again:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", by_turns([None, April(oversample=2.0)]), ids=["synchronous", "april"])
-def test_dumped_episodes_are_computed_again(tmp_path: pathlib.Path, policy: Any) -> None:
+@pytest.mark.parametrize(
+    ("context", "policy"), by_turns([("whole", None), ("whole", April(oversample=2.0)), ("turn", None)])
+)
+def test_dumped_episodes_are_computed_again(tmp_path: pathlib.Path, context: str, policy: Any) -> None:
     steps = 2 if policy is None else 4
     run = EpisodeRun(
         tmp_path / "observations", steps=steps, prompts_per_step=2, group_size=3, max_new_tokens=MOST, policy=policy
     )
+    run.source.context = context
     limited(run._go())
     again, several = Again(run), 0
     for step, (groups, prepared) in enumerate(run.trainer.steps, 1):

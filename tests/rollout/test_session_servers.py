@@ -100,6 +100,8 @@ async def test_29_to_31_a_conversation_stays_on_its_server_and_leaves_it_without
     assert proxy.fired and set(homes(fleet, "left").values()) == {"server 1"}
     proxy.reset()
     await until(lambda: all(server.usable for server in fleet.members))
+    for each in left:  # the context is rewritten: the first medium of an observation is dropped
+        del each.parts[5]
     await turn(seat, left, 4)
     assert set(homes(fleet, "left").values()) == {"server 1"}
     await seat.end_session("left")

@@ -118,6 +118,22 @@ def test_26_a_turn_computes_what_is_new(name, monkeypatch):
     assert_idle(serving)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("config", by_turns([VL, QWEN3_5]))
+def test_26_a_context_that_is_rewritten_shares_the_prompt(config):
+    """Each turn sees the first prompt and the newest observation. Two pages of the prompt are computed once."""
+
+    async def rewritten(serving, turn, episodes):
+        for each in episodes:
+            each.parts = [*each.parts[:3], *each.parts[-3:], text(16, turn)]
+
+    expected, all_tokens = whole(config, rewritten)
+    serving = engine(build(config), max_sequence_tokens=LONG, kept_states=8)
+    assert asyncio.run(play(serving, build(config), between=rewritten)) == expected
+    assert serving.stats().tokens_prefilled <= all_tokens - 9 * 32
+    assert_idle(serving)
+
+
 async def new_weights(serving, turn, episodes):
     """Other weights after the second turn, and the first ones again after the third."""
     if turn in (1, 2):
