@@ -62,9 +62,7 @@ def _entry_to_json(entry: Entry) -> State:
 
 
 def _entry_from_json(saved: SavedState, prompt: Prompt) -> Entry:
-    if (
-        saved.get("shown", "" if prompt.environment else prompt.shown) != prompt.shown
-    ):  # another prompt
+    if saved.get("shown", "" if prompt.environment else prompt.shown) != prompt.shown:  # another prompt
         return Entry(prompt, PromptStage.DEFERRED, **{name: saved[name] for name in _OF_ENTRY})
     return Entry(
         prompt,
