@@ -1,6 +1,12 @@
 """An environment for runs of tests: the model says the next letter of the alphabet, and the environment the one after
 it, with a picture of their number if the prompt asks for pictures."""
 
+import contextlib
+import os
+import pathlib
+import signal
+from typing import Any
+
 import numpy as np
 
 from fluxjax.environments import Observation
@@ -37,6 +43,22 @@ class Counting:
 
     def _pictures(self) -> list[np.ndarray]:
         return [np.full((28, 28 * (1 + self.at % 2), 3), 20 * self.at, np.uint8)] if self.pictures else []
+
+
+class Mortal(Counting):
+    """Fails in a second turn if a file says so: kills its process (`k`) or raises (`r`). One environment finds it."""
+
+    def __init__(self, deaths: str, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.deaths = pathlib.Path(deaths)
+
+    def step(self, text: str) -> Observation:
+        if self.said == 1:
+            with contextlib.suppress(FileNotFoundError):
+                if self.deaths.rename(self.deaths.with_suffix(f".{os.getpid()}")).read_text() == "r":
+                    raise RuntimeError("out of order")
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(text)
 
 
 class Troubled(Counting):

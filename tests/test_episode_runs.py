@@ -18,6 +18,7 @@ from fluxjax.data.loader import SkippedPrompt
 from fluxjax.environments.opening import Openings, spells_added
 from fluxjax.report.metrics import read
 from fluxjax.rewards import Scorer
+from fluxjax.run.callbacks import Callback
 from fluxjax.run.play import observations_of
 from fluxjax.run.trainer import FluxTrainer
 from models.processing.tiny import build as build_processor
@@ -33,8 +34,8 @@ TROUBLE = {  # of an environment in its turn, and what the summary says of it
 TEXT, VLM = "configs/text.py:debug", "configs/vlm.py:debug"
 
 
-def episodes(folder: pathlib.Path, file: str = "", **arguments: Any) -> list[str]:
-    """Flags of a run whose only source is `Counting`, and a file with this source."""
+def episodes(folder: pathlib.Path, file: str = "", environment: str = "", **arguments: Any) -> list[str]:
+    """Flags of a run whose only source is `environment`, and a file with this source."""
     records = [{"id": str(n), "prompt": "go on", "answer": LETTERS} for n in range(12)]
     path = str(write_jsonl(folder / "records.jsonl", records))
     config = folder / "own.py"
@@ -48,7 +49,7 @@ from fluxjax.config import SourceConfig
 def get_config(variant=''):
     config = base.get_config("debug")
     source = SourceConfig(path={path!r}, eval_path={path!r}, reward="environment")
-    source.environment, source.environment_arguments = "counting:Counting", {arguments!r}
+    source.environment, source.environment_arguments = {environment!r}, {arguments!r}
     config.data.sources = {{"count": source}}
     return config
 """
@@ -56,8 +57,14 @@ def get_config(variant=''):
     return [f"--config={config}"]
 
 
-def own(folder: pathlib.Path, file: str = TEXT, arguments: dict[str, Any] | None = None, **settings: Any) -> list[str]:
-    [name] = episodes(folder, file, **(arguments or {}))
+def own(
+    folder: pathlib.Path,
+    file: str = TEXT,
+    arguments: dict[str, Any] | None = None,
+    environment: str = "counting:Counting",
+    **settings: Any,
+) -> list[str]:
+    [name] = episodes(folder, file, environment, **(arguments or {}))
     more = {"rollout__max_new_tokens": 16, "rollout__max_sequence_tokens": 48, "data__environments__concurrency": 4}
     return [name, *flags(**(more | {"warm_start__steps": 30} | settings))]
 
@@ -141,6 +148,25 @@ def test_a_run_of_episodes_that_is_killed_goes_on_with_the_same_bits(tmp_path: p
     assert_same_run(killed / "run", alone / "run")
 
 
+@pytest.mark.long
+def test_an_environment_that_is_killed_changes_no_bit(tmp_path: pathlib.Path) -> None:
+    """Its process is killed in the second turn of a demonstration, of an episode of RL and of a held-out episode:
+    another process goes on. In another episode of RL it raises, too: the attempt that is made again says the same."""
+    for name in ("alone", "killed"):
+        (tmp_path / name).mkdir()
+        arguments = {"turns": 4, "skill": 0.9, "deaths": str(tmp_path / name / "deaths")}
+        words = own(tmp_path / name, arguments=arguments, environment="counting:Mortal", steps=3)
+        deaths = Deaths(tmp_path / name / "deaths", "kkrk" if name == "killed" else "")
+        deaths.on_step(None, 0)
+        run(tmp_path / name, words, deaths)
+    killed, alone = (tmp_path / name / "run" for name in ("killed", "alone"))
+    written = json.loads((killed / "summary.json").read_text())
+    failed = written.pop("environments_failed")
+    assert failed == {"counting:Mortal": {"ended its process (signal 9)": 3, "RuntimeError: out of order": 1}}
+    (killed / "summary.json").write_text(json.dumps(written | {"environments_failed": {}}))
+    assert_same_run(killed, alone)
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("changed", "text"),
@@ -219,6 +245,19 @@ def test_prompts_whose_environment_begins_badly_are_skipped_with_a_reason(tmp_pa
     finally:
         openings.close()
     assert spells_added(processor, "<|im_end|>") and not spells_added(processor, "hello")
+
+
+class Deaths(Callback):
+    """Lets `Mortal` fail once after each step, by the kinds in their order."""
+
+    def __init__(self, file: pathlib.Path, kinds: str) -> None:
+        self.file, self.kinds = file, kinds
+
+    def on_step(self, trainer: Any, step: int, *_: object) -> None:
+        if kind := self.kinds[step : step + 1]:
+            written = self.file.with_suffix(".new")
+            written.write_text(kind)
+            written.replace(self.file)
 
 
 class Silent:

@@ -17,7 +17,7 @@ from models.processing.conversation import ObservationProcessor
 
 from ..base.types import PreparedPrompt, Prompt, Response, State
 from ..config import Config, ConfigError
-from ..environments import EnvironmentFailure, EnvironmentPool
+from ..environments import EnvironmentFailure, EnvironmentPool, Fault
 from ..environments.opening import Openings
 from ..runtime.episodes import Episodes
 
@@ -91,13 +91,15 @@ class Play:
     def metrics(self) -> dict[str, float]:
         return {} if self.episodes is None else self.episodes.pool.metrics()
 
-    async def demonstrated(self, prepared: PreparedPrompt) -> tuple[PreparedPrompt, Response] | str:
-        """Returns an episode whose turns its environment demonstrates, or why there is none. Raises ConfigError if the
-        environment can't demonstrate turns."""
+    async def demonstrated(self, prepared: PreparedPrompt, tries: int = 2) -> tuple[PreparedPrompt, Response] | str:
+        """Returns an episode whose turns its environment demonstrates, or why there is none. If the environment's
+        process is killed, the episode is begun anew. Raises ConfigError if the environment can't demonstrate turns."""
         assert self.episodes is not None
         try:
             return await self.episodes.demonstrated(prepared)
         except EnvironmentFailure as failure:
+            if tries > 1 and failure.fault is Fault.DIED:
+                return await self.demonstrated(prepared, tries - 1)
             return f"{prepared.prompt.environment} failed ({failure.fault.value})"
 
     def _lay_out(self, ids: Sequence[int], prompt: Prompt) -> ModelInput:

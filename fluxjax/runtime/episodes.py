@@ -69,11 +69,12 @@ class Episodes:
     arguments: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)  # by source
     _seats: dict[tuple[int, int], _Seat] = dataclasses.field(default_factory=dict, init=False)  # by draw and sample
 
-    async def act(self, prepared: PreparedPrompt, response: Response) -> AnsweredTurn:
-        """Answers the last turn of a response. Raises EnvironmentFailure: also if an environment that was begun anew
-        answers the recorded turns in another way."""
+    async def act(self, prepared: PreparedPrompt, response: Response, tries: int = 2) -> AnsweredTurn:
+        """Answers the last turn of a response. If the environment's process is killed, another one is begun, `tries` in
+        all. Raises EnvironmentFailure: also if an environment that was begun anew answers the recorded turns in another
+        way."""
         inputs, turns = inputs_of(prepared, response, self.merge_unit), turns_of(response)
-        observed = await self._answer(prepared.prompt, response)
+        observed = await self._answer(prepared.prompt, response, tries)
         rewards = (*response.rewards, observed.reward)
         if observed.done:
             await self.end(response.draw, response.sample)
@@ -127,7 +128,7 @@ class Episodes:
                 )
                 if response.num_tokens > self.max_new_tokens:
                     raise EnvironmentFailure(Fault.TOO_LARGE, f"a demonstration has over {self.max_new_tokens} tokens")
-                answer = await self.act(prepared, response)
+                answer = await self.act(prepared, response, 1)  # demonstrations may have chances of their own
                 response, prepared = answer.response, dataclasses.replace(prepared, responses={0: answer.inputs})
                 if answer.done:
                     return prepared, response
@@ -145,18 +146,25 @@ class Episodes:
     def at_once(self) -> int:
         return self.pool.limits.concurrency
 
-    async def _answer(self, prompt: Prompt, response: Response) -> Observed:
+    async def _answer(self, prompt: Prompt, response: Response, tries: int) -> Observed:
         """Returns the answer to the response's last turn, which the environment hears once."""
         turns = turns_of(response)
         async with self._seat(prompt, response) as seat:
             seat.parked = False
             if seat.answer is not None and seat.heard == response.token_ids:
                 return seat.answer
-            if seat.episode is None or seat.heard != _heard(response, turns):
-                await self._leave(seat)
-                seat.episode = await self._begun(prompt, seat, response, turns)
-            assert seat.episode is not None
-            seat.answer = await seat.episode.act(self._text(turns[-1][0]))
+            for left in reversed(range(tries)):
+                try:
+                    if seat.episode is None or seat.heard != _heard(response, turns):
+                        await self._leave(seat)
+                        seat.episode = await self._begun(prompt, seat, response, turns)
+                    seat.answer = await seat.episode.act(self._text(turns[-1][0]))
+                    break
+                except EnvironmentFailure as failure:
+                    seat.episode = None
+                    if not left or seat.ended or failure.fault is not Fault.DIED:
+                        raise
+            assert seat.answer is not None
             seat.heard = response.token_ids
             if seat.parked:
                 await self._leave(seat, keep=True)
