@@ -6,9 +6,21 @@ import pathlib
 import signal
 from typing import Any
 
+import numpy as np
 import pytest
 from counting import LETTERS, Counting
-from run_cases import Diary, assert_same_run, flags, logged, signal_when, summary, trained, write_jsonl
+from run_cases import (
+    POLICIES,
+    Diary,
+    as_if_killed,
+    assert_same_run,
+    flags,
+    logged,
+    signal_when,
+    summary,
+    trained,
+    write_jsonl,
+)
 
 from fluxjax import evaluate
 from fluxjax.base.types import ENVIRONMENT, Media, MediaKind, Prompt, Response
@@ -21,6 +33,7 @@ from fluxjax.rewards import Scorer
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.play import observations_of
 from fluxjax.run.trainer import FluxTrainer
+from fluxjax.runtime.episodes import Episodes
 from models.processing.tiny import build as build_processor
 
 TROUBLE = {  # of an environment in its turn, and what the summary says of it
@@ -93,7 +106,7 @@ def test_episodes_are_demonstrated_learned_and_measured(tmp_path: pathlib.Path) 
 @pytest.mark.slow
 def test_pictures_of_a_reset_and_of_turns_are_trained_on(tmp_path: pathlib.Path, capsys: Any) -> None:
     diary = Diary()
-    sizes = {"rollout__max_new_tokens": 24, "rollout__max_sequence_tokens": 64}
+    sizes: dict[str, Any] = {"rollout__max_new_tokens": 24, "rollout__max_sequence_tokens": 64}
     run(tmp_path, own(tmp_path, VLM, {"pictures": True}, steps=2, **sizes), diary)
     seen = {len(sample.response.media) for sample in diary.samples}
     prompts = [group.prompt for groups in diary.groups.values() for group in groups]
@@ -146,6 +159,59 @@ def test_a_run_of_episodes_that_is_killed_goes_on_with_the_same_bits(tmp_path: p
     assert signal_when(process, logged(killed / "run", "rl", 4), signal.SIGKILL) == -signal.SIGKILL
     run(killed, words)
     assert_same_run(killed / "run", alone / "run")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("policy", "file", "other"), [("april", VLM, "step"), ("adaptive_async", TEXT, "reset")])
+def test_episodes_in_flight_go_on_behind_a_checkpoint(
+    policy: str, file: str, other: str, tmp_path: pathlib.Path
+) -> None:
+    """They keep their tokens. If their environment says something else now, it is named, and they begin anew."""
+    mood, folder = tmp_path / "mood", tmp_path / "complete"
+    sizes: dict[str, Any] = {"rollout__max_new_tokens": 36, "rollout__max_sequence_tokens": 64, "steps": 4}
+    sizes |= {"policy": policy, **POLICIES[policy], "checkpoint__every": 1, "checkpoint__keep": 9}
+    arguments = {"turns": 4, "patient": True, "pictures": file is VLM, "mood": str(mood)}
+    arguments["seconds"] = 0.1 * (policy == "adaptive_async")  # else all have ended when the first step is trained
+    (own_dir := tmp_path / "own").mkdir()
+    words = own(own_dir, file, arguments, warm_start__steps=15, evaluation__samples=2, evaluation__every=0, **sizes)
+    config, settings = words[0].partition("=")[2], words[1:]
+    trained(folder, config, settings)
+    step, begun = max(((step, in_flight(folder, step)) for step in (1, 2, 3)), key=lambda found: len(found[1]))
+    for name in ("same", "other"):
+        resumed = as_if_killed(folder, tmp_path / name, step)
+        if name == "other":
+            mood.write_text(other)
+        else:
+            (folder / "observations").rename(tmp_path / "observations")  # the run has moved
+        trained(resumed, config, settings, diary := Diary())
+        (tmp_path / "observations").rename(folder / "observations") if name == "same" else None
+        result = summary(resumed)
+        assert result["complete"] and result["steps"] == 4 and not result["samples_skipped"]
+        assert all(metrics.get("rollout_trainer_logprob_gap", 0) < 1e-4 for metrics in diary.metrics.values())
+        responses = {(s.response.draw, s.response.sample): s.response for s in diary.samples}
+        went_on = {key for key, r in responses.items() if key in begun and begins_with(r, begun[key])}
+        if name == "same":
+            assert went_on == begun.keys() & responses.keys() and went_on
+            assert not result["environments_failed"]
+        else:
+            assert not went_on
+            [(named, reasons)] = result["environments_failed"].items()
+            does = "answers turn 1 otherwise than before" if other == "step" else "begins otherwise than before the"
+            assert named == "counting:Counting" and all("source count" in reason for reason in reasons)
+            assert any(does in reason for reason in reasons), reasons
+
+
+def in_flight(run_dir: pathlib.Path, step: int) -> dict[tuple[int, int], Response]:
+    """The responses in a checkpoint that have heard their environment and have not ended."""
+    state = json.loads((run_dir / "checkpoints" / str(step) / "state" / "metadata").read_text())
+    entries = state["coordinator"]["ledger"]["entries"]
+    begun = [Response.from_json(saved) for entry in entries for saved in entry["begun"] if saved["rewards"]]
+    return {(response.draw, response.sample): response for response in begun}
+
+
+def begins_with(response: Response, begun: Response) -> bool:
+    pairs = ((getattr(response, name), getattr(begun, name)) for name in ("token_ids", "logprobs", "versions"))
+    return all(whole[: len(part)] == part for whole, part in pairs) and begun.num_tokens > 0
 
 
 @pytest.mark.long
@@ -245,6 +311,53 @@ def test_prompts_whose_environment_begins_badly_are_skipped_with_a_reason(tmp_pa
     finally:
         openings.close()
     assert spells_added(processor, "<|im_end|>") and not spells_added(processor, "hello")
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("forked_servers")
+def test_a_server_that_is_killed_changes_no_token(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rollout.serve` draws by seeds, so that another server says the same. Log-probs differ in their last bits, which
+    depend on the requests that a server computes together. Small steps keep such differences from changing a token."""
+    seen = []
+    for name in ("alone", "killed"):
+        (tmp_path / name).mkdir()
+        words = own(
+            tmp_path / name,
+            arguments={"turns": 4, "patient": True},
+            **{"steps": 2, "warm_start__steps": 15, "optim__lr": 1e-6, "evaluation__samples": 2},
+            **{"evaluation__every": 0, "rollout__engine": "serve", "servers__count": 2, "rollout__max_new_tokens": 24},
+        )
+        config = load([*words, f"--config.run_dir={tmp_path / name / 'run'}"])
+        killed: list[str] = []
+        with FluxTrainer(config) as trainer, monkeypatch.context() as patch:
+            if name == "killed":
+                patch.setattr(Episodes, "act", killing(trainer, killed))
+            trainer.fit(callbacks=[diary := Diary()])
+        result = summary(tmp_path / name / "run")
+        assert result["complete"] and not result["environments_failed"] and not result["samples_skipped"]
+        assert 0 < result["logprob_gap_max"] < 1e-4
+        assert len(killed) == (name == "killed")
+        seen.append({(s.response.draw, s.response.sample): s.response for s in diary.samples})
+    alone, other = seen
+    assert alone.keys() == other.keys()
+    for key, response in alone.items():
+        assert response.token_ids == other[key].token_ids and response.versions == other[key].versions
+        np.testing.assert_allclose(response.logprobs, other[key].logprobs, rtol=0, atol=1e-5)
+        assert response.rewards == other[key].rewards
+
+
+def killing(trainer: FluxTrainer, killed: list[str]) -> Any:
+    """`Episodes.act`, which kills a server that generates, once an episode has gone on in the second step."""
+    act = Episodes.act
+
+    async def watched(episodes: Episodes, prepared: Any, response: Response, *how: Any) -> Any:
+        busy = [server for server in trainer.pool.fleet.members if server.open]  # type: ignore[attr-defined]
+        if not killed and trainer.coordinator.step == 1 and response.rewards and busy:
+            busy[0].process.send(signal.SIGKILL)
+            killed.append(busy[0].name)
+        return await act(episodes, prepared, response, *how)
+
+    return watched
 
 
 class Deaths(Callback):

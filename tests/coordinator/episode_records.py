@@ -503,7 +503,7 @@ class EpisodeHistory(Run):
         self.records, self.policy = Records(seed), policy
         dice = random.Random(f"settings {seed}")
         self.count, self.most = dice.randint(1, 3), dice.choice((150, 1200, 1200))
-        self.options = {
+        self.options: dict[str, Any] = {
             "steps": dice.randint(4, 8),
             "prompts_per_step": dice.randint(2, 4),
             "group_size": dice.randint(2, 4),
