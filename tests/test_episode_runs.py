@@ -168,7 +168,7 @@ def test_episodes_in_flight_go_on_behind_a_checkpoint(
 ) -> None:
     """They keep their tokens. If their environment says something else now, it is named, and they begin anew."""
     mood, folder = tmp_path / "mood", tmp_path / "complete"
-    sizes: dict[str, Any] = {"rollout__max_new_tokens": 36, "rollout__max_sequence_tokens": 64, "steps": 4}
+    sizes: dict[str, Any] = {"rollout__max_new_tokens": 36, "rollout__max_sequence_tokens": 64, "steps": 3}
     sizes |= {"policy": policy, **POLICIES[policy], "checkpoint__every": 1, "checkpoint__keep": 9}
     arguments = {"turns": 4, "patient": True, "pictures": file is VLM, "mood": str(mood)}
     arguments["seconds"] = 0.1 * (policy == "adaptive_async")  # else all have ended when the first step is trained
@@ -176,7 +176,7 @@ def test_episodes_in_flight_go_on_behind_a_checkpoint(
     words = own(own_dir, file, arguments, warm_start__steps=15, evaluation__samples=2, evaluation__every=0, **sizes)
     config, settings = words[0].partition("=")[2], words[1:]
     trained(folder, config, settings)
-    step, begun = max(((step, in_flight(folder, step)) for step in (1, 2, 3)), key=lambda found: len(found[1]))
+    step, begun = max(((step, in_flight(folder, step)) for step in (1, 2)), key=lambda found: len(found[1]))
     for name in ("same", "other"):
         resumed = as_if_killed(folder, tmp_path / name, step)
         if name == "other":
@@ -184,9 +184,10 @@ def test_episodes_in_flight_go_on_behind_a_checkpoint(
         else:
             (folder / "observations").rename(tmp_path / "observations")  # the run has moved
         trained(resumed, config, settings, diary := Diary())
-        (tmp_path / "observations").rename(folder / "observations") if name == "same" else None
+        if name == "same":
+            (tmp_path / "observations").rename(folder / "observations")
         result = summary(resumed)
-        assert result["complete"] and result["steps"] == 4 and not result["samples_skipped"]
+        assert result["complete"] and result["steps"] == 3 and not result["samples_skipped"]
         assert all(metrics.get("rollout_trainer_logprob_gap", 0) < 1e-4 for metrics in diary.metrics.values())
         responses = {(s.response.draw, s.response.sample): s.response for s in diary.samples}
         went_on = {key for key, r in responses.items() if key in begun and begins_with(r, begun[key])}

@@ -43,7 +43,9 @@ class Repainting(Painter):
 
     def step(self, text: str) -> Observation:
         observation = super().step(text)
-        return dataclasses.replace(observation, images=[image // (1 + self.brush) for image in observation.images])
+        return dataclasses.replace(
+            observation, images=[np.asarray(image) // (1 + self.brush) for image in observation.images]
+        )
 
 
 class Unwritable(Fickle):
