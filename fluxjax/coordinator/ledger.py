@@ -89,8 +89,7 @@ class Entry:
         return {sample: dataclasses.replace(r, finish=ABORTED) for sample, r in (self.acting | self.observed).items()}
 
     def saved(self) -> dict[int, Response]:
-        """Returns the begun part of each response that has not ended, for a checkpoint: of a response that an engine
-        generates, the part with which its present turn began."""
+        """Returns the responses that have not ended, for a checkpoint, up to the turn that an engine generates."""
         heard = {sample: dataclasses.replace(r, finish=ABORTED) for sample, r in self.heard.items()}
         begun = heard | self.between_turns() | self.begun
         return {sample: begun[sample] for sample in sorted(begun.keys() - self.responses.keys())}

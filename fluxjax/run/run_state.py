@@ -101,10 +101,9 @@ class RunState:
 
     def _again(self, saved: Sequence[State]) -> dict[int, PreparedPrompt]:
         """Prepares prompts of a checkpoint again, with the inputs of their responses."""
-        found = {prepared.prompt.draw: prepared for prepared in self.prompts.again(one["draw"] for one in saved)}
-        if self._play is None or self._read_only:
-            return found
-        return found | {s["draw"]: self._play.restored(found[s["draw"]], s) for s in saved if s["draw"] in found}
+        state, play = {prompt["draw"]: prompt for prompt in saved}, None if self._read_only else self._play
+        prepared = {prepared.prompt.draw: prepared for prepared in self.prompts.again(state)}
+        return prepared if play is None else {draw: play.restored(p, state[draw]) for draw, p in prepared.items()}
 
     def state(self) -> dict[str, Any]:
         """Returns the state of coordinator, prompts and rewards (`runtime.ports.Checkpointer`)."""
