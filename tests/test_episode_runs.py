@@ -6,9 +6,21 @@ import pathlib
 import signal
 from typing import Any
 
+import numpy as np
 import pytest
 from counting import LETTERS, Counting
-from run_cases import Diary, assert_same_run, flags, logged, signal_when, summary, trained, write_jsonl
+from run_cases import (
+    POLICIES,
+    Diary,
+    as_if_killed,
+    assert_same_run,
+    flags,
+    logged,
+    signal_when,
+    summary,
+    trained,
+    write_jsonl,
+)
 from turns import by_turns
 
 from fluxjax import evaluate
@@ -19,8 +31,10 @@ from fluxjax.data.loader import SkippedPrompt
 from fluxjax.environments.opening import Openings, spells_added
 from fluxjax.report.metrics import read
 from fluxjax.rewards import Scorer
+from fluxjax.run.callbacks import Callback
 from fluxjax.run.play import observations_of
 from fluxjax.run.trainer import FluxTrainer
+from fluxjax.runtime.episodes import Episodes
 from models.processing.tiny import build as build_processor
 
 TROUBLE = {  # of an environment in its turn, and what the summary says of it
@@ -34,8 +48,8 @@ TROUBLE = {  # of an environment in its turn, and what the summary says of it
 TEXT, VLM = "configs/text.py:debug", "configs/vlm.py:debug"
 
 
-def episodes(folder: pathlib.Path, file: str = "", **arguments: Any) -> list[str]:
-    """Flags of a run whose only source is `Counting`, and a file with this source."""
+def episodes(folder: pathlib.Path, file: str = "", environment: str = "", **arguments: Any) -> list[str]:
+    """Flags of a run whose only source is `environment`, and a file with this source."""
     records = [{"id": str(n), "prompt": "go on", "answer": LETTERS} for n in range(12)]
     path = str(write_jsonl(folder / "records.jsonl", records))
     config = folder / "own.py"
@@ -49,7 +63,7 @@ from fluxjax.config import SourceConfig
 def get_config(variant=''):
     config = base.get_config("debug")
     source = SourceConfig(path={path!r}, eval_path={path!r}, reward="environment")
-    source.environment, source.environment_arguments = "counting:Counting", {arguments!r}
+    source.environment, source.environment_arguments = {environment!r}, {arguments!r}
     config.data.sources = {{"count": source}}
     return config
 """
@@ -57,8 +71,14 @@ def get_config(variant=''):
     return [f"--config={config}"]
 
 
-def own(folder: pathlib.Path, file: str = TEXT, arguments: dict[str, Any] | None = None, **settings: Any) -> list[str]:
-    [name] = episodes(folder, file, **(arguments or {}))
+def own(
+    folder: pathlib.Path,
+    file: str = TEXT,
+    arguments: dict[str, Any] | None = None,
+    environment: str = "counting:Counting",
+    **settings: Any,
+) -> list[str]:
+    [name] = episodes(folder, file, environment, **(arguments or {}))
     more = {"rollout__max_new_tokens": 16, "rollout__max_sequence_tokens": 48, "data__environments__concurrency": 4}
     return [name, *flags(**(more | {"warm_start__steps": 30} | settings))]
 
@@ -145,6 +165,79 @@ def test_a_run_of_episodes_that_is_killed_goes_on_with_the_same_bits(tmp_path: p
     assert_same_run(killed / "run", alone / "run")
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("policy", "file", "other"), [("april", VLM, "step"), ("adaptive_async", TEXT, "reset")])
+def test_episodes_in_flight_go_on_behind_a_checkpoint(
+    policy: str, file: str, other: str, tmp_path: pathlib.Path
+) -> None:
+    """They keep their tokens. If their environment says something else now, it is named, and they begin anew."""
+    mood, folder = tmp_path / "mood", tmp_path / "complete"
+    sizes: dict[str, Any] = {"rollout__max_new_tokens": 36, "rollout__max_sequence_tokens": 64, "steps": 3}
+    sizes |= {"policy": policy, **POLICIES[policy], "checkpoint__every": 1, "checkpoint__keep": 9}
+    arguments = {"turns": 4, "patient": True, "pictures": file is VLM, "mood": str(mood)}
+    arguments["seconds"] = 0.1 * (policy == "adaptive_async")  # else all have ended when the first step is trained
+    (own_dir := tmp_path / "own").mkdir()
+    words = own(own_dir, file, arguments, warm_start__steps=15, evaluation__samples=2, evaluation__every=0, **sizes)
+    config, settings = words[0].partition("=")[2], words[1:]
+    trained(folder, config, settings)
+    step, begun = max(((step, in_flight(folder, step)) for step in (1, 2)), key=lambda found: len(found[1]))
+    for name in ("same", "other"):
+        resumed = as_if_killed(folder, tmp_path / name, step)
+        if name == "other":
+            mood.write_text(other)
+        else:
+            (folder / "observations").rename(tmp_path / "observations")  # the run has moved
+        trained(resumed, config, settings, diary := Diary())
+        if name == "same":
+            (tmp_path / "observations").rename(folder / "observations")
+        result = summary(resumed)
+        assert result["complete"] and result["steps"] == 3 and not result["samples_skipped"]
+        assert all(metrics.get("rollout_trainer_logprob_gap", 0) < 1e-4 for metrics in diary.metrics.values())
+        responses = {(s.response.draw, s.response.sample): s.response for s in diary.samples}
+        went_on = {key for key, r in responses.items() if key in begun and begins_with(r, begun[key])}
+        if name == "same":
+            assert went_on == begun.keys() & responses.keys() and went_on
+            assert not result["environments_failed"]
+        else:
+            assert not went_on
+            [(named, reasons)] = result["environments_failed"].items()
+            does = "answers turn 1 otherwise than before" if other == "step" else "begins otherwise than before the"
+            assert named == "counting:Counting" and all("source count" in reason for reason in reasons)
+            assert any(does in reason for reason in reasons), reasons
+
+
+def in_flight(run_dir: pathlib.Path, step: int) -> dict[tuple[int, int], Response]:
+    """The responses in a checkpoint that have heard their environment and have not ended."""
+    state = json.loads((run_dir / "checkpoints" / str(step) / "state" / "metadata").read_text())
+    entries = state["coordinator"]["ledger"]["entries"]
+    begun = [Response.from_json(saved) for entry in entries for saved in entry["begun"] if saved["rewards"]]
+    return {(response.draw, response.sample): response for response in begun}
+
+
+def begins_with(response: Response, begun: Response) -> bool:
+    pairs = ((getattr(response, name), getattr(begun, name)) for name in ("token_ids", "logprobs", "versions"))
+    return all(whole[: len(part)] == part for whole, part in pairs) and begun.num_tokens > 0
+
+
+@pytest.mark.long
+def test_an_environment_that_is_killed_changes_no_bit(tmp_path: pathlib.Path) -> None:
+    """Its process is killed in the second turn of a demonstration, of an episode of RL and of a held-out episode:
+    another process goes on. In another episode of RL it raises, too: the attempt that is made again says the same."""
+    for name in ("alone", "killed"):
+        (tmp_path / name).mkdir()
+        arguments = {"turns": 4, "skill": 0.9, "deaths": str(tmp_path / name / "deaths")}
+        words = own(tmp_path / name, arguments=arguments, environment="counting:Mortal", steps=3)
+        deaths = Deaths(tmp_path / name / "deaths", "kkrk" if name == "killed" else "")
+        deaths.on_step(None, 0)
+        run(tmp_path / name, words, deaths)
+    killed, alone = (tmp_path / name / "run" for name in ("killed", "alone"))
+    written = json.loads((killed / "summary.json").read_text())
+    failed = written.pop("environments_failed")
+    assert failed == {"counting:Mortal": {"ended its process (signal 9)": 3, "RuntimeError: out of order": 1}}
+    (killed / "summary.json").write_text(json.dumps(written | {"environments_failed": {}}))
+    assert_same_run(killed, alone)
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("changed", "text"),
@@ -223,6 +316,66 @@ def test_prompts_whose_environment_begins_badly_are_skipped_with_a_reason(tmp_pa
     finally:
         openings.close()
     assert spells_added(processor, "<|im_end|>") and not spells_added(processor, "hello")
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("forked_servers")
+def test_a_server_that_is_killed_changes_no_token(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rollout.serve` draws by seeds, so that another server says the same. Log-probs differ in their last bits, which
+    depend on the requests that a server computes together. Small steps keep such differences from changing a token."""
+    seen = []
+    for name in ("alone", "killed"):
+        (tmp_path / name).mkdir()
+        words = own(
+            tmp_path / name,
+            arguments={"turns": 4, "patient": True},
+            **{"steps": 2, "warm_start__steps": 15, "optim__lr": 1e-6, "evaluation__samples": 2},
+            **{"evaluation__every": 0, "rollout__engine": "serve", "servers__count": 2, "rollout__max_new_tokens": 24},
+        )
+        config = load([*words, f"--config.run_dir={tmp_path / name / 'run'}"])
+        killed: list[str] = []
+        with FluxTrainer(config) as trainer, monkeypatch.context() as patch:
+            if name == "killed":
+                patch.setattr(Episodes, "act", killing(trainer, killed))
+            trainer.fit(callbacks=[diary := Diary()])
+        result = summary(tmp_path / name / "run")
+        assert result["complete"] and not result["environments_failed"] and not result["samples_skipped"]
+        assert 0 < result["logprob_gap_max"] < 1e-4
+        assert len(killed) == (name == "killed")
+        seen.append({(s.response.draw, s.response.sample): s.response for s in diary.samples})
+    alone, other = seen
+    assert alone.keys() == other.keys()
+    for key, response in alone.items():
+        assert response.token_ids == other[key].token_ids and response.versions == other[key].versions
+        np.testing.assert_allclose(response.logprobs, other[key].logprobs, rtol=0, atol=1e-5)
+        assert response.rewards == other[key].rewards
+
+
+def killing(trainer: FluxTrainer, killed: list[str]) -> Any:
+    """`Episodes.act`, which kills a server that generates, once an episode has gone on in the second step."""
+    act = Episodes.act
+
+    async def watched(episodes: Episodes, prepared: Any, response: Response, *how: Any) -> Any:
+        busy = [server for server in trainer.pool.fleet.members if server.open]  # type: ignore[attr-defined]
+        if not killed and trainer.coordinator.step == 1 and response.rewards and busy:
+            busy[0].process.send(signal.SIGKILL)
+            killed.append(busy[0].name)
+        return await act(episodes, prepared, response, *how)
+
+    return watched
+
+
+class Deaths(Callback):
+    """Lets `Mortal` fail once after each step, by the kinds in their order."""
+
+    def __init__(self, file: pathlib.Path, kinds: str) -> None:
+        self.file, self.kinds = file, kinds
+
+    def on_step(self, trainer: Any, step: int, *_: object) -> None:
+        if kind := self.kinds[step : step + 1]:
+            written = self.file.with_suffix(".new")
+            written.write_text(kind)
+            written.replace(self.file)
 
 
 class Silent:

@@ -12,6 +12,7 @@ The numbers of a response are written once as little-endian bytes (`bytes_of`):
 
 import dataclasses
 import functools
+import hashlib
 import math
 import struct
 from collections.abc import Mapping, Sequence
@@ -67,6 +68,12 @@ class Prompt:
         shown = f"{self.text}\n{text}" if self.text and text else self.text or text
         added = len(shown) - len(self.text), len(media)
         return dataclasses.replace(self, text=shown, media=(*self.media, *media), opening=added)
+
+    @property
+    def shown(self) -> str:
+        """A digest of the environment and of what the model sees. Folders of media don't count."""
+        names = [(medium.kind.value, medium.path.rpartition("/")[2], medium.cell) for medium in self.media]
+        return hashlib.sha256(repr((self.environment, self.text, names)).encode()).hexdigest()[:16]
 
     @property
     def record(self) -> "Prompt":

@@ -64,7 +64,7 @@ class Entry:
     begun: dict[int, Response] = dataclasses.field(default_factory=dict)
     acting: dict[int, Response] = dataclasses.field(default_factory=dict)
     observed: dict[int, Response] = dataclasses.field(default_factory=dict)
-    heard: dict[int, int] = dataclasses.field(default_factory=dict)  # tokens with which a later turn began, by sample
+    heard: dict[int, Response] = dataclasses.field(default_factory=dict)  # with which a later turn began
     scored: Group | None = None  # the group, once it is scored
     varied: bool = False  # whether the scored group has differing rewards
 
@@ -87,6 +87,16 @@ class Entry:
         """Returns the responses that no engine generates now, as aborted responses. If such a response goes on behind a
         turn that ended, the turn ends again at once."""
         return {sample: dataclasses.replace(r, finish=ABORTED) for sample, r in (self.acting | self.observed).items()}
+
+    def saved(self) -> dict[int, Response]:
+        """Returns the responses that have not ended, for a checkpoint, up to the turn that an engine generates."""
+        heard = {sample: dataclasses.replace(r, finish=ABORTED) for sample, r in self.heard.items()}
+        begun = heard | self.between_turns() | self.begun
+        return {sample: begun[sample] for sample in sorted(begun.keys() - self.responses.keys())}
+
+    def before(self, sample: int) -> int:
+        """Returns the number of tokens with which the present turn of a response began."""
+        return self.heard[sample].num_tokens if sample in self.heard else 0
 
     @property
     def longest(self) -> int:
@@ -191,7 +201,7 @@ class Ledger:
             raise CoordinatorError(
                 f"response {response.rid} is said to be sample {sample} of draw {response.draw}, but its id differs"
             )
-        if sample in entry.acting or sample in entry.observed or response.num_tokens < entry.heard.get(sample, 0):
+        if sample in entry.acting or sample in entry.observed or response.num_tokens < entry.before(sample):
             self.ignored["repeated turn"] += 1
             return False
         if sample in entry.responses or (entry.stage is PromptStage.STOPPING and sample in entry.begun):
@@ -297,7 +307,7 @@ class Ledger:
                 f"request {request.rid} must continue the responses that its prompt has begun, but continues others"
             )
         entry.n, entry.need, entry.attempt, entry.engine = request.n, need, request.attempt, request.engine
-        entry.begun, entry.heard = {}, {}
+        entry.begun, entry.heard = {}, {i: r for i, r in enumerate(request.begun) if r and r.finish == ABORTED}
         self._move(entry, PromptStage.RUNNING)
 
     def park(self, order: Park) -> None:
@@ -329,7 +339,7 @@ class Ledger:
                 "earlier turns are elsewhere"
             )
         del entry.observed[response.sample]
-        entry.heard[response.sample] = response.num_tokens
+        entry.heard[response.sample] = response
 
     def score(self, response: Response) -> None:
         if self.unscored.pop(response.rid, None) is None:
@@ -425,7 +435,7 @@ class Ledger:
             self.unscored.pop(response.rid, None)
             self._scoring.discard(response.rid)
         self._end_turns(entry)
-        entry.responses, entry.rewards, entry.begun, entry.scored = {}, {}, {}, None
+        entry.responses, entry.rewards, entry.begun, entry.heard, entry.scored = {}, {}, {}, {}, None
 
     def _move(self, entry: Entry, stage: PromptStage) -> None:
         del self._stages[entry.stage][entry.prompt.draw]

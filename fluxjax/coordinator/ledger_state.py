@@ -16,7 +16,8 @@ _OF_ENTRY = ("n", "need", "attempt", "failures", "failure", "born")
 
 def ledger_state(ledger: Ledger) -> State:
     """Returns the books as JSON. A prompt that lacks responses is saved as deferred, with the responses that have
-    arrived. A group that is trained on is saved as scored: the resumed run computes its gradients again."""
+    arrived, and with the turns before the present turn of others. A group that is trained on is saved as scored: the
+    resumed run computes its gradients again."""
     dropped = [[source, value, count] for (source, value), count in ledger.dropped.items()]
     return {name: getattr(ledger, name) for name in _COUNTS} | {
         "dropped": {"groups": dropped, "in_a_row": ledger.dropped_in_a_row},
@@ -55,12 +56,13 @@ def _entry_to_json(entry: Entry) -> State:
         "stage": (stage if finished else PromptStage.DEFERRED).value,
         "responses": [entry.responses[sample].to_json() for sample in sorted(entry.responses)],
         "rewards": {str(sample): dataclasses.asdict(reward) for sample, reward in sorted(entry.rewards.items())},
-        "begun": [entry.begun[sample].to_json() for sample in sorted(entry.begun)],
+        "begun": [] if finished else [response.to_json() for response in entry.saved().values()],
+        "shown": entry.prompt.shown,
     }
 
 
 def _entry_from_json(saved: SavedState, prompt: Prompt) -> Entry:
-    if prompt.environment:  # neither environments nor the inputs of observations are saved: episodes begin anew
+    if saved.get("shown", "" if prompt.environment else prompt.shown) != prompt.shown:  # another prompt
         return Entry(prompt, PromptStage.DEFERRED, **{name: saved[name] for name in _OF_ENTRY})
     return Entry(
         prompt,

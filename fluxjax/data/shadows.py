@@ -20,7 +20,7 @@ from models.processing.media_file import Facts, MediaUnavailable, Medium
 from models.processing.processor import PromptOutline
 from models.shadow import Rows, ShadowTensor
 
-from ..base.types import Media, Prompt
+from ..base.types import Media, Prompt, Response
 from .locations import local
 from .media_cache import Recent
 from .tickets import MediaRef, MediaStore, StaleTicket, Ticket, read_ref, ref_of
@@ -140,19 +140,30 @@ class ProxyMedia:
         return processor.outline_of(token_ids, [medium for medium, _ in found], certain=all(sure for _, sure in found))
 
     def inputs(self, processor: Processor, token_ids: Sequence[int], prompt: Prompt) -> OutlinedInput:
-        """Has the store measure a prompt's media, and returns the model input. Raises MediaError for unusable media."""
-        refs = [self.index.ref(medium) for medium in prompt.media]
+        """Has the store measure a prompt's media, and returns the prompt's model input. Raises the MediaError of the
+        first medium that can't be used."""
+        tickets = self._tickets(processor, prompt.media)
+        lay_out = functools.partial(self._laid_out, processor, *outlined(processor, token_ids, tickets))
+        return OutlinedInput(lay_out(), lay_out)
+
+    def response_inputs(self, processor: Processor, response: Response, start: int) -> ModelInput:
+        """Returns the model input of a response with observations: see `Processor.response_layout`. Raises MediaError
+        as `inputs`, and ValueError if media and placeholders do not match."""
+        tickets = self._tickets(processor, response.media)
+        media = [ticket.medium for ticket in tickets]
+        return processor.lay_out_response(response.token_ids, media, _shadows(processor, tickets), start=start)
+
+    def _tickets(self, processor: Processor, media: Sequence[Media]) -> list[Ticket]:
+        refs = [self.index.ref(medium) for medium in media]
         found = self._look(processor, refs)
         if stale := [k for k, said in enumerate(found) if isinstance(said, StaleTicket)]:
-            fresh = self._look(processor, [ref_of(prompt.media[k]) for k in stale])  # the index was out of date
+            fresh = self._look(processor, [ref_of(media[k]) for k in stale])  # the index was out of date
             for k, said in zip(stale, fresh, strict=True):
                 found[k] = said
         for said in found:
             if isinstance(said, MediaError):
                 raise said
-        tickets = [said for said in found if isinstance(said, Ticket)]
-        lay_out = functools.partial(self._laid_out, processor, *outlined(processor, token_ids, tickets))
-        return OutlinedInput(lay_out(), lay_out)
+        return [said for said in found if isinstance(said, Ticket)]
 
     def _laid_out(self, processor: Processor, outline: PromptOutline, patches_PX: ShadowTensor | None) -> ModelInput:
         key = outline.token_ids.tobytes(), outline.media
@@ -194,7 +205,10 @@ def outlined(
     PromptError or ValueError, as `lay_out` does, if prompt and media do not fit together."""
     if wrong := next((ticket for ticket in tickets if ticket.settings != processor.settings.digest), None):
         raise ValueError(f"{wrong.ref.name} was preprocessed with other media settings than this process has")
-    outline = processor.outline_of(token_ids, [ticket.medium for ticket in tickets])
+    return processor.outline_of(token_ids, [ticket.medium for ticket in tickets]), _shadows(processor, tickets)
+
+
+def _shadows(processor: Processor, tickets: Sequence[Ticket]) -> Any:
+    """Returns the shadow of the media's patches, in order; None without media."""
     shadows = [ticket.shadow(processor.settings.patch_bytes) for ticket in tickets]
-    joined: Any = np.concatenate(shadows) if shadows else None  # a shadow, too (`__array_function__`)
-    return outline, joined
+    return np.concatenate(shadows) if shadows else None  # a shadow, too (`__array_function__`)

@@ -98,21 +98,18 @@ class ReplayBuffer:
             samples = sorted(kept.group.samples, key=lambda sample: sample.response.sample)
             responses = [s.response.to_json() for s in samples]
             scores = [[s.response.sample, dataclasses.asdict(s.reward), s.advantage] for s in samples]
-            saved = {"draw": draw, "born": kept.born, "times": kept.times}
+            saved = {"draw": draw, "born": kept.born, "times": kept.times, "shown": kept.group.prompt.shown}
             groups.append(saved | {"responses": responses, "scores": scores})
         return {"groups": groups}
 
     def load_state_dict(self, state: SavedState, prepared: Mapping[int, PreparedPrompt]) -> None:
-        """Takes over a state. `prepared` has the prompts by draw; groups without a prompt are removed."""
+        """Takes over a state. `prepared` has the prompts of its groups, by draw. Groups whose prompts are not in
+        `prepared`, or show something else now, are removed."""
         self._kept = {}
         for saved in state.get("groups", []):
-            if (prompt := prepared.get(draw := saved["draw"])) is not None:
+            prompt = prepared.get(draw := saved["draw"])
+            if prompt is not None and saved.get("shown", prompt.prompt.shown) == prompt.prompt.shown:
                 responses = {response["sample"]: Response.from_json(response) for response in saved["responses"]}
                 scored = [Sample(responses[k], Reward(**reward), advantage) for k, reward, advantage in saved["scores"]]
                 group = Group(prompt.prompt, tuple(scored))
                 self._kept[draw] = _KeptGroup(group, prompt, saved["born"], saved["times"])
-
-
-def draws_of(state: SavedState) -> list[int]:
-    """Returns the draws of the prompts in a buffer's state. There are none in the state of a run without replay."""
-    return [saved["draw"] for saved in state.get("groups", [])]

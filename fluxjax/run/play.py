@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import pathlib
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from models.inputs import ModelInput
-from models.processing import Processor, PromptError
+from models.processing import MediaError, Processor, PromptError
 from models.processing.conversation import ObservationProcessor
 
 from ..base.medium import TURN
-from ..base.types import PreparedPrompt, Prompt, Response
+from ..base.types import PreparedPrompt, Prompt, Response, State
 from ..config import Config, ConfigError
-from ..environments import EnvironmentFailure, EnvironmentPool
+from ..environments import EnvironmentFailure, EnvironmentPool, Fault
 from ..environments.opening import Openings
 from ..runtime.episodes import Episodes
 
@@ -38,6 +39,7 @@ class Play:
     folder: pathlib.Path | None
     note: Callable[[str, str], None]
     episodes: Episodes | None = dataclasses.field(default=None, init=False)  # while the block of `begun` runs
+    snapshots: State = dataclasses.field(default_factory=dict, init=False)  # of a checkpoint, with which `begun` begins
 
     def __post_init__(self) -> None:
         self._open = contextlib.ExitStack()
@@ -54,21 +56,50 @@ class Play:
         arguments = {name: source.environment_arguments for name, source in data.sources.items()}
         most, seed = rollout.max_new_tokens, self.config.seed
         self.episodes = Episodes(pool, self._observations, self._lay_out, most, seed, arguments)
+        self.episodes.load_state_dict(self.snapshots)
         try:
             yield self.episodes
         finally:
             self.episodes = None
             await pool.close()
 
+    def restored(self, prepared: PreparedPrompt, saved: State) -> PreparedPrompt:
+        """Returns the prompt with the inputs of the responses that a checkpoint has of it. If the environment begins
+        otherwise than before, or media of observations are gone, this is noted, and `saved` is marked to begin anew."""
+        prompt, responses = prepared.prompt, [*saved["responses"], *saved.get("begun", [])]
+        if not prompt.environment or not responses:
+            return prepared
+        for medium in itertools.chain.from_iterable(response.get("media", ()) for response in responses):
+            medium["path"] = str(self._folder / pathlib.PurePath(medium["path"]).name)  # the run may have moved
+        start, proxy, inputs = prepared.inputs.laid_out().next_position, self.proxy, dict[int, ModelInput]()
+        try:
+            if saved.get("shown", prompt.shown) != prompt.shown:
+                raise ValueError("begins otherwise than before the checkpoint")
+            for response in map(Response.from_json, responses):
+                if response.media and proxy is not None:
+                    inputs[response.sample] = proxy.response_inputs(self.processor, response, start)
+        except (MediaError, ValueError) as error:
+            self.note(prompt.environment, f"source {prompt.source}: {error}; its episodes begin anew")
+            saved["shown"] = None
+            return prepared
+        return dataclasses.replace(prepared, responses=inputs)
+
+    def state_dict(self) -> State:
+        """Returns the snapshots of environments, for a checkpoint."""
+        return {} if self.episodes is None else self.episodes.state_dict()
+
     def metrics(self) -> dict[str, float]:
         return {} if self.episodes is None else self.episodes.pool.metrics()
 
-    async def demonstrated(self, prepared: PreparedPrompt) -> tuple[PreparedPrompt, Response] | str:
-        """Returns an episode that its environment demonstrates, or why there is none. Raises ConfigError."""
+    async def demonstrated(self, prepared: PreparedPrompt, tries: int = 2) -> tuple[PreparedPrompt, Response] | str:
+        """Returns an episode whose turns its environment demonstrates, or why there is none. If the environment's
+        process is killed, the episode is begun anew. Raises ConfigError if the environment can't demonstrate turns."""
         assert self.episodes is not None
         try:
             return await self.episodes.demonstrated(prepared)
         except EnvironmentFailure as failure:
+            if tries > 1 and failure.fault is Fault.DIED:
+                return await self.demonstrated(prepared, tries - 1)
             return f"{prepared.prompt.environment} failed ({failure.fault.value})"
 
     def _lay_out(self, ids: Sequence[int], prompt: Prompt) -> ModelInput:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ..base.types import PreparedPrompt
+from ..base.types import PreparedPrompt, State
 from ..batch.composer import Team
 from ..coordinator import SchedulingPolicy
 from ..coordinator.factory import make_coordinator
@@ -17,6 +17,9 @@ from ..report.metrics import Summary
 from ..rewards import Scorer
 from .checkpoint import ResumeError
 from .parts import Parts
+
+if TYPE_CHECKING:
+    from .play import Play
 
 
 class RunState:
@@ -31,13 +34,14 @@ class RunState:
         rewards: Scorer,
         summary: Summary,
         policy: Callable[[], SchedulingPolicy] | None,
+        play: Play | None = None,
         *,
         began: float,
         read_only: bool = False,
     ) -> None:
         """`policy` makes a user's scheduling policy (None: the configuration names the policy). The summary's total
         time begins at `began` (`time.monotonic`). `asked` has the run's steps and intervals; `fit` replaces it."""
-        self._parts, self._gang, self._policy, self._read_only = parts, gang, policy, read_only
+        self._parts, self._gang, self._policy, self._play, self._read_only = parts, gang, policy, play, read_only
         self.asked, self.prompts, self._rewards, self.summary = parts.config, prompts, rewards, summary
         self.prepared: dict[int, PreparedPrompt] = {}  # by draw: prompts that a resumed coordinator still needs
         self.loaded: int | None = None  # the step of the state loaded last; None: no state was loaded
@@ -71,20 +75,20 @@ class RunState:
         step, arrays, state = checkpoints.restore(models.abstract(), step, models.forget)
         models.load(arrays, self.asked.steps)
         self.begin()
+        self.summary = Summary(**state["summary"])
         self.prompts.load_state_dict(state["source"])
         if not self._read_only:
             self.prompts.loader.check(state["source"].get("contents", {}))  # earlier releases saved no contents
         held = state["coordinator"]["ledger"].get("entries", [])  # earlier releases saved no entries
-        self.prepared = self._again(entry["draw"] for entry in held)
+        self.prepared = self._again(held)
         prompts = {draw: prepared.prompt for draw, prepared in self.prepared.items()}
         self.coordinator.load_state_dict(state["coordinator"], prompts)
+        if self._play is not None:
+            self._play.snapshots = state.get("episodes", {})
         if self.replay is not None:
-            from ..learner.replay import draws_of
-
             kept = state.get("replay", {})
-            self.replay.load_state_dict(kept, self._again(draws_of(kept)))
+            self.replay.load_state_dict(kept, self._again(kept.get("groups", [])))
         self._rewards.load_state_dict(state.get("rewards", {}))  # earlier releases saved no counts
-        self.summary = Summary(**state["summary"])
         shapes = self._parts.composer.shapes
         shapes.load_state(state.get("shapes", shapes.state()))
         self.summary.devices = self._parts.learner.mesh.size  # the checkpoint's run may have had another mesh
@@ -92,8 +96,11 @@ class RunState:
         self.loaded, self.started = step, True
         return step
 
-    def _again(self, draws: Iterable[int]) -> dict[int, PreparedPrompt]:
-        return {prepared.prompt.draw: prepared for prepared in self.prompts.again(draws)}
+    def _again(self, saved: Sequence[State]) -> dict[int, PreparedPrompt]:
+        """Prepares prompts of a checkpoint again, with the inputs of their responses."""
+        state, play = {prompt["draw"]: prompt for prompt in saved}, None if self._read_only else self._play
+        prepared = {prepared.prompt.draw: prepared for prepared in self.prompts.again(state)}
+        return prepared if play is None else {draw: play.restored(p, state[draw]) for draw, p in prepared.items()}
 
     def state(self) -> dict[str, Any]:
         """Returns the state of coordinator, prompts and rewards (`runtime.ports.Checkpointer`)."""
@@ -101,6 +108,7 @@ class RunState:
             "coordinator": self.coordinator.state_dict(),
             "source": self.prompts.state_dict(),
             "rewards": self._rewards.state_dict(),
+            "episodes": {} if self._play is None else self._play.state_dict(),
         }
 
     def save(self, step: int, state: dict[str, Any]) -> None:

@@ -158,7 +158,7 @@ class FluxTrainer:
                 self.play = open_play(config, self.processor, self.pixels.proxy, folder, note)
                 prompts = training_prompts(config, self.sources, self.processor, **self._preparing)
                 self.state = RunState(
-                    parts, gang, prompts, self.rewards, summary, policy, began=began, read_only=read_only
+                    parts, gang, prompts, self.rewards, summary, policy, self.play, began=began, read_only=read_only
                 )
                 self._held_out: HeldOut | None = None
             summary.parameters, summary.devices = parameter_count(parts.model), self.learner.mesh.size

@@ -3,13 +3,14 @@
 An episode begins when its first turn has ended. Environments of one prompt all begin with the same seed, so that a
 group's episodes differ only in what the model says. The answer to a turn is kept until the next turn: a response that
 is parked at the end of a turn, and goes on later, gets the same answer. If the environment of a response is gone, as
-after a resume or while the response is parked, an environment is begun anew and hears the recorded turns. It must
-answer them as before.
+after a resume or while the response is parked, an environment is begun anew. It gets the snapshot of the one before, if
+that had snapshots, or else hears the recorded turns, which it must answer as before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -20,12 +21,13 @@ from models.processing.media_file import MediaError, PromptError
 
 from ..base.errors import ConfigError
 from ..base.scored import Turns, request_seed, turns_of
-from ..base.types import ENVIRONMENT, PreparedPrompt, Prompt, Response
+from ..base.types import ENVIRONMENT, PreparedPrompt, Prompt, Response, SavedState, State
 from ..batch.composer import given_response
 from ..coordinator.messages import LENGTH
 from ..environments import EnvironmentFailure, EnvironmentPool, Fault, LiveEpisode, Observed
 from .conversations import inputs_of
 
+_SAVED = 1 << 16  # bytes of a snapshot, at most, that a checkpoint keeps
 LayOut = Callable[[Sequence[int], Prompt], ModelInput]  # (ids with a placeholder a medium, media) -> inputs from 0 on
 
 
@@ -48,6 +50,7 @@ class _Seat:
     episode: LiveEpisode | None = None
     heard: tuple[int, ...] = ()
     answer: Observed | None = None
+    snapshot: tuple[tuple[int, ...], bytes] | None = None  # of an environment that was parked, with what it had heard
     ended: bool = False  # nobody waits for further answers
     parked: bool = False  # the response waits for other weights, and holds no environment meanwhile
 
@@ -66,11 +69,12 @@ class Episodes:
     arguments: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)  # by source
     _seats: dict[tuple[int, int], _Seat] = dataclasses.field(default_factory=dict, init=False)  # by draw and sample
 
-    async def act(self, prepared: PreparedPrompt, response: Response) -> AnsweredTurn:
-        """Answers the last turn of a response. Raises EnvironmentFailure: also if an environment that was begun anew
-        answers the recorded turns in another way."""
+    async def act(self, prepared: PreparedPrompt, response: Response, tries: int = 2) -> AnsweredTurn:
+        """Answers the last turn of a response. If the environment's process is killed, another one is begun, `tries` in
+        all. Raises EnvironmentFailure: also if an environment that was begun anew answers the recorded turns in another
+        way."""
         inputs, turns = inputs_of(prepared, response, self.merge_unit), turns_of(response)
-        observed = await self._answer(prepared.prompt, response)
+        observed = await self._answer(prepared.prompt, response, tries)
         rewards = (*response.rewards, observed.reward)
         if observed.done:
             await self.end(response.draw, response.sample)
@@ -105,7 +109,7 @@ class Episodes:
         for seat in [seat for key, seat in self._seats.items() if key[0] == draw and sample in (None, key[1])]:
             seat.parked = True
             if not seat.busy.locked():
-                await self._leave(seat)
+                await self._leave(seat, keep=True)
 
     async def demonstrated(self, prepared: PreparedPrompt) -> tuple[PreparedPrompt, Response]:
         """Plays an episode in which `Environment.demonstrate` says what the model says. Returns the prompt with the
@@ -124,7 +128,7 @@ class Episodes:
                 )
                 if response.num_tokens > self.max_new_tokens:
                     raise EnvironmentFailure(Fault.TOO_LARGE, f"a demonstration has over {self.max_new_tokens} tokens")
-                answer = await self.act(prepared, response)
+                answer = await self.act(prepared, response, 1)  # demonstrations may have chances of their own
                 response, prepared = answer.response, dataclasses.replace(prepared, responses={0: answer.inputs})
                 if answer.done:
                     return prepared, response
@@ -142,26 +146,33 @@ class Episodes:
     def at_once(self) -> int:
         return self.pool.limits.concurrency
 
-    async def _answer(self, prompt: Prompt, response: Response) -> Observed:
+    async def _answer(self, prompt: Prompt, response: Response, tries: int) -> Observed:
         """Returns the answer to the response's last turn, which the environment hears once."""
         turns = turns_of(response)
         async with self._seat(prompt, response) as seat:
             seat.parked = False
             if seat.answer is not None and seat.heard == response.token_ids:
                 return seat.answer
-            if not _is_next(seat, response, turns):
-                await self._leave(seat)
-                seat.episode = await self._begun(prompt, turns[:-1], seat)
-            assert seat.episode is not None
-            seat.answer = await seat.episode.act(self._text(turns[-1][0]))
+            for left in reversed(range(tries)):
+                try:
+                    if seat.episode is None or seat.heard != _heard(response, turns):
+                        await self._leave(seat)
+                        seat.episode = await self._begun(prompt, seat, response, turns)
+                    seat.answer = await seat.episode.act(self._text(turns[-1][0]))
+                    break
+                except EnvironmentFailure as failure:
+                    seat.episode = None
+                    if not left or seat.ended or failure.fault is not Fault.DIED:
+                        raise
+            assert seat.answer is not None
             seat.heard = response.token_ids
             if seat.parked:
-                await self._leave(seat)
+                await self._leave(seat, keep=True)
             return seat.answer
 
     async def _demonstration(self, prompt: Prompt, response: Response) -> str:
         async with self._seat(prompt, response) as seat:
-            seat.episode = seat.episode or await self._begun(prompt, [], seat)
+            seat.episode = seat.episode or await self._begun(prompt, seat, response, [])
             return await seat.episode.demonstrate()
 
     @contextlib.asynccontextmanager
@@ -181,31 +192,55 @@ class Episodes:
                 raise ConfigError(f"data.sources.{prompt.source}: {error}") from None
 
     @staticmethod
-    async def _leave(seat: _Seat) -> None:
-        episode, seat.episode = seat.episode, None
-        if episode is not None:
-            await episode.end()
+    async def _leave(seat: _Seat, keep: bool = False) -> None:
+        """Ends a seat's environment, and keeps its snapshot if it has one."""
+        heard, episode, seat.episode = seat.heard, seat.episode, None
+        if episode is None:
+            return
+        if keep and not episode.observation.done:
+            with contextlib.suppress(EnvironmentFailure):  # it is counted, and the recorded turns do as well
+                seat.snapshot = (heard, taken) if (taken := await episode.snapshot()) is not None else None
+        await episode.end()
 
-    async def _begun(self, prompt: Prompt, turns: Turns, seat: _Seat) -> LiveEpisode:
-        """Begins an environment and lets it hear recorded turns, each with the observation that followed."""
+    def state_dict(self) -> State:
+        """Returns the snapshots of parked environments, except large ones, as JSON values."""
+        taken = [(*key, *seat.snapshot) for key, seat in self._seats.items() if seat.snapshot is not None]
+        small = [(*named, base64.b64encode(state).decode()) for *named, state in taken if len(state) <= _SAVED]
+        return {"snapshots": small}
+
+    def load_state_dict(self, state: SavedState) -> None:
+        """Takes over the snapshots of a checkpoint."""
+        for draw, sample, heard, snapshot in state.get("snapshots", ()):
+            self._seats[draw, sample] = _Seat(snapshot=(tuple(heard), base64.b64decode(snapshot)))
+
+    async def _begun(self, prompt: Prompt, seat: _Seat, response: Response, turns: Turns) -> LiveEpisode:
+        """Begins an environment and sets it to the state before the last turn: by the snapshot of this state, or by the
+        recorded turns, each with the observation that followed."""
         arguments, seed = self.arguments.get(prompt.source, {}), request_seed(self.seed, prompt.draw)
         episode = await self.pool.start(prompt.environment, prompt.record, seed, arguments)
         try:
             shown = prompt.record.opened(episode.observation.text, episode.observation.media)
             if (shown.text, shown.media) != (prompt.text, prompt.media) or episode.observation.done:
-                raise EnvironmentFailure(Fault.INVALID, f"{prompt.environment}: begins in another way than before")
-            for number, (said, seen) in enumerate(turns, 1):
+                raise self._otherwise(prompt, "begins")
+            recorded = list(zip(turns[:-1], response.observed_media, strict=True))
+            if seat.snapshot is not None and seat.snapshot[0] == _heard(response, turns) and episode.has_snapshots:
+                await episode.restore(seat.snapshot[1])
+                recorded = []
+            for number, ((said, seen), media) in enumerate(recorded, 1):
                 answer = await episode.act(self._text(said))
                 again = await self._tokenised(answer, prompt, said, 0)
-                if answer.done or again.token_ids_T.tolist() != list(seen):
-                    reason = f"was begun anew, and answers turn {number} otherwise than before"
-                    raise EnvironmentFailure(Fault.INVALID, f"{prompt.environment}: {reason}")
+                if answer.done or answer.media != media or again.token_ids_T.tolist() != list(seen):
+                    raise self._otherwise(prompt, f"answers turn {number}")
             if seat.ended:
                 raise EnvironmentFailure(Fault.DIED, f"{prompt.environment}: was ended while it began")
         except BaseException:
             await episode.end()
             raise
         return episode
+
+    def _otherwise(self, prompt: Prompt, does: str) -> EnvironmentFailure:
+        reason = f"{prompt.environment} of source {prompt.source} was begun anew, and {does} otherwise than before"
+        return self.pool.failed(prompt.environment, EnvironmentFailure(Fault.INVALID, reason))
 
     def _text(self, turn_ids: Sequence[int]) -> str:
         return self.observations.processor.decode(list(turn_ids))
@@ -224,9 +259,8 @@ class Episodes:
         )
 
 
-def _is_next(seat: _Seat, response: Response, turns: Turns) -> bool:
-    """Says whether the environment has begun, and has heard all turns but the last."""
-    if seat.episode is None or len(turns) < 2:
-        return False
-    count = response.num_tokens - len(turns[-1][0]) - len(turns[-2][1])
-    return seat.heard == response.token_ids[:count]
+def _heard(response: Response, turns: Turns) -> tuple[int, ...] | None:
+    """Returns the response's tokens up to the last turn but one; None if there is only one turn."""
+    if len(turns) < 2:
+        return None
+    return response.token_ids[: response.num_tokens - len(turns[-1][0]) - len(turns[-2][1])]

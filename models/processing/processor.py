@@ -333,9 +333,19 @@ class Processor:
         self, token_ids: Sequence[int], media: Sequence[tuple[str, Source]] = (), *, start: int = 0
     ) -> ModelInput:
         """The model input of a response: see `response_layout`. Raises MediaError for a file that can't be used."""
-        found, patches_PX = self._loaded(media)
-        layout = self.response_layout(token_ids, found, start=start)
-        vision = None if patches_PX is None else arranged(arrange([m.grid for m in found], self.layout), patches_PX)
+        return self.lay_out_response(token_ids, *self._loaded(media), start=start)
+
+    def lay_out_response(
+        self,
+        token_ids: Sequence[int],
+        media: Sequence[Medium],
+        patches_PX: np.ndarray | ShadowTensor | None,
+        *,
+        start: int = 0,
+    ) -> ModelInput:
+        """The model input of a response, from the patches of its media (as `lay_out`): see `response_layout`."""
+        layout = self.response_layout(token_ids, media, start=start)
+        vision = None if patches_PX is None else arranged(arrange([m.grid for m in media], self.layout), patches_PX)
         return ModelInput(np.asarray(token_ids, np.int32), *layout, vision)
 
     def _loaded(self, media: Sequence[tuple[str, Source]]) -> tuple[list[Medium], np.ndarray | None]:

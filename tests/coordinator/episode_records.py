@@ -3,8 +3,8 @@
 The coordinator, the runtime, `Episodes`, and the tokenisation and the layout of observations are the real ones. Engines
 sample at random, fail, lose requests, end streams early, move responses to other engines and get new weights. Every
 sampled token has a log-prob of its own, which names its record. Environments answer by what they heard and by the seed,
-and fail, too. Some are gone between two turns and hear the recorded turns again; a few then answer otherwise. Reports
-come twice, or late.
+and fail, too. Some are gone between two turns; others get their snapshots, or hear the recorded turns again, and a few
+then answer otherwise. Reports come twice, or late. Runs are killed, and go on from their newest checkpoint.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ import asyncio
 import collections
 import concurrent.futures
 import dataclasses
+import functools
+import pickle
 import random
 import re
 import zlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from runtime_cases import Run, Source, Trainer
+from runtime_cases import Checkpointer, Run, Source, Trainer
 from scripted_engine import ScriptedEngine
 
 from fluxjax.base.medium import Media, MediaKind
 from fluxjax.base.types import ENVIRONMENT, Group, PreparedPrompt, Prompt, Response, Reward
 from fluxjax.coordinator import messages
+from fluxjax.coordinator.ledger import Entry, PromptStage
 from fluxjax.environments import EnvironmentFailure, EnvironmentLimits, Fault, Observed
 from fluxjax.runtime.episodes import AnsweredTurn, Episodes
 from models.config import PatchLayout
@@ -78,14 +81,23 @@ class Prompts(Source):
 
     async def draw(self, count: int) -> Any:
         drawn, skipped = await super().draw(count)
-        found = []
-        for prepared in drawn:
-            media = shown(prepared.prompt.draw, prepared.prompt.draw % 2)
-            prompt = dataclasses.replace(prepared.prompt, environment="sights", media=media)
-            text = "what" + "".join(f" <{medium.kind.value}>" for medium in media)
-            ids = PROCESSOR.tokenise(text, [(medium.kind.value, medium.path) for medium in media])
-            found.append(PreparedPrompt(prompt, lay_out(ids, prompt)))
-        return found, skipped
+        return [self.prepared(prepared.prompt.draw) for prepared in drawn], skipped
+
+    @staticmethod
+    def prepared(draw: int, saved: Sequence[Mapping[str, Any]] = ()) -> PreparedPrompt:
+        """`saved` are responses of a checkpoint."""
+        media = shown(draw, draw % 2)
+        prompt = Prompt(f"p{draw}", "scripted", "?", "!", draw=draw, environment="sights", media=media)
+        text = "what" + "".join(f" <{medium.kind.value}>" for medium in media)
+        ids = PROCESSOR.tokenise(text, [(medium.kind.value, medium.path) for medium in media])
+        inputs, responses = lay_out(ids, prompt), {}
+        for response in map(Response.from_json, saved):
+            if response.media:
+                known = [PICTURES[medium.path] for medium in response.media]
+                patches = np.concatenate([patches for _, patches in known])
+                laid_out = functools.partial(PROCESSOR.lay_out_response, start=inputs.next_position)
+                responses[response.sample] = laid_out(response.token_ids, [medium for medium, _ in known], patches)
+        return PreparedPrompt(prompt, inputs, responses)
 
 
 @dataclasses.dataclass(eq=False)
@@ -102,6 +114,7 @@ class Stream:
     versions: list[int] = dataclasses.field(default_factory=list)
     serials: list[int] = dataclasses.field(default_factory=list)
     trained: bool = False
+    attempt: int = -1
 
 
 @dataclasses.dataclass(eq=False)
@@ -130,6 +143,20 @@ class Sights:
         self.answers.append(Observed(observed, media, (self.state % 5) / 4, done, {}))
         return self.answers[-1]
 
+    @property
+    def has_snapshots(self) -> bool:
+        return self.draw % 3 == 0
+
+    async def snapshot(self) -> bytes | None:
+        await self.records.pause()
+        if self.has_snapshots and self.records.happens(FAILS):
+            raise EnvironmentFailure(Fault.RAISED, "no snapshot")
+        return pickle.dumps((self.state, self.goal, self.heard, self.answers)) if self.has_snapshots else None
+
+    async def restore(self, snapshot: bytes) -> None:
+        self.records.counts["restored"] += 1
+        self.state, self.goal, self.heard, self.answers = pickle.loads(snapshot)
+
     async def end(self) -> None: ...
 
     async def kill(self) -> None: ...
@@ -149,6 +176,10 @@ class Records:
         self.engines: list[Speaker] = []
         self.counts: collections.Counter[str] = collections.Counter()
         self.lengths: set[int] = set()  # turns of the episodes that were trained on
+        self.since: list[Stream] = []  # streams that were trained on since the newest checkpoint
+        self.saved: dict[tuple[int, int], tuple[int, ...]] = {}  # by draw and sample: tokens that this checkpoint needs
+        self.first: dict[int, int] = {}  # by draw: the attempt that began anew last
+        self.resumed: set[tuple[int, int]] = set()  # draw and sample of what has yet to go on from a checkpoint
 
     def happens(self, share: float) -> bool:
         return self.dice.random() < share
@@ -165,6 +196,30 @@ class Records:
         self.environments[prompt.draw].append(Sights(self, prompt.draw, seed + fickle))
         return self.environments[prompt.draw][-1]
 
+    def failed(self, name: str, failure: EnvironmentFailure) -> EnvironmentFailure:
+        assert name == "sights" and "sights of source scripted was begun anew" in failure.reason
+        self.counts["named"] += 1
+        return failure
+
+    # --- kills -----------------------------------------------------------------------------------
+
+    def needed(self, entries: Mapping[int, Entry]) -> dict[tuple[int, int], tuple[int, ...]]:
+        """Returns the tokens of each response that a checkpoint must have: of one that an engine generates now, those
+        that the engine got."""
+        live = {key: stream for key, stream in self.latest.items() if key[0] in entries}
+        whole = {draw for draw, entry in entries.items() if entry.stage is PromptStage.DEFERRED}
+        now = {key for key, stream in live.items() if stream.attempt >= self.first[key[0]]}
+        return {key: (*s.context, *(s.ids if key[0] in whole else ())) if key in now else () for key, s in live.items()}
+
+    def resume(self) -> None:
+        """Forgets what came after the newest checkpoint."""
+        self.counts["killed"] += 1
+        for stream in self.since:
+            stream.trained = False
+        self.since, self.engines = [], []
+        self.latest = {(draw, n): Stream(draw, n, 0, context, 0, 0) for (draw, n), context in self.saved.items()}
+        self.resumed = {key for key, context in self.saved.items() if context}
+
     # --- what engines get ------------------------------------------------------------------------
 
     def begin(self, request: GenerateRequest, sample: int) -> Stream:
@@ -175,6 +230,7 @@ class Records:
         context = tuple(request.prompt.token_ids_T[shared:].tolist())
         patches = 0 if request.prompt.vision is None else request.prompt.vision.num_patches
         stream = Stream(draw, sample, shared, context, request.prompt.next_position, patches)
+        stream.attempt = int(request.rid[9:11])
         assert not any(request.prefix_ids)
         assert request.prompt.token_ids_T[:shared].tolist() == self.prompts[draw].token_ids_T.tolist()
         before = self.latest.get((draw, sample))
@@ -195,7 +251,15 @@ class Records:
         """A response that goes on has all that its engine said before."""
         for order in said:
             for request in order.requests if isinstance(order, messages.Generate) else ():
+                draw = request.prompt.draw
+                if not request.begun:
+                    self.first[draw] = request.attempt
+                    self.resumed = {key for key in self.resumed if key[0] != draw}
                 for sample, begun in enumerate(request.begun):
+                    if (draw, sample) in self.resumed:
+                        assert begun is not None, f"{request.rid}: sample {sample} was lost"
+                        self.counts["carried"] += bool(begun.media)
+                        self.resumed.remove((draw, sample))
                     if begun is not None:
                         self.counts["parked"] += 1
                         assert _begins(begun.token_ids, self.latest[begun.draw, sample]), f"{request.rid}: lost tokens"
@@ -231,6 +295,7 @@ class Records:
             if inputs is not None:
                 assert inputs.positions_3T[:, place].tolist() == [stream.next_position] * 3
             stream.trained = True
+            self.since.append(stream)
             if between:
                 turns.append([])
             turns[-1] += stream.ids
@@ -405,6 +470,20 @@ class ComparingTrainer(Trainer):
         super().accumulate(step, groups, prepared, engines)
 
 
+class Killed(Exception):
+    """Ends a run, of which the newest checkpoint is left."""
+
+
+class KeepingCheckpointer(Checkpointer):
+    def state(self) -> dict[str, Any]:
+        self.needed = self.run.records.needed(self.run.coordinator.ledger.entries)
+        return {**super().state(), "episodes": self.run.episodes.state_dict()}
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        super().save(step, state)
+        self.run.records.saved, self.run.records.since = self.needed, []
+
+
 class AtOnce(concurrent.futures.ThreadPoolExecutor):
     """Works in the calling thread, because a small layout takes less time than another thread needs to begin."""
 
@@ -418,33 +497,61 @@ class AtOnce(concurrent.futures.ThreadPoolExecutor):
 
 
 class EpisodeHistory(Run):
-    """A run of episodes of a seed."""
+    """A run of episodes of a seed, which may be killed up to two times."""
 
-    def __init__(self, seed: int, policy: Any) -> None:
-        self.records = records = Records(seed)
+    def __init__(self, seed: int, policy: Callable[[], Any]) -> None:
+        self.records, self.policy = Records(seed), policy
         dice = random.Random(f"settings {seed}")
-        engines = [Speaker(records) for _ in range(dice.randint(1, 3))]
-        self.most = dice.choice((150, 1200, 1200))
-        super().__init__(
-            *engines,
-            policy=policy,
-            steps=dice.randint(4, 8),
-            prompts_per_step=dice.randint(2, 4),
-            group_size=dice.randint(2, 4),
-            max_new_tokens=self.most,
-            max_attempts=90,
-        )
-        self.source, self.trainer = Prompts(), ComparingTrainer()
-        self.trainer.records = records
+        self.count, self.most = dice.randint(1, 3), dice.choice((150, 1200, 1200))
+        self.options: dict[str, Any] = {
+            "steps": dice.randint(4, 8),
+            "prompts_per_step": dice.randint(2, 4),
+            "group_size": dice.randint(2, 4),
+            "max_new_tokens": self.most,
+            "max_attempts": 90,
+            "checkpoint_every": dice.choice((1, 1, 2)),
+        }
+        self.kills = [dice.randint(30, 500) for _ in range(dice.choice((0, 1, 2)))]  # events before each
+        self._begin()
+
+    def _begin(self) -> None:
+        super().__init__(*(Speaker(self.records) for _ in range(self.count)), policy=self.policy(), **self.options)
+        self.source, self.trainer, self.checkpointer = Prompts(), ComparingTrainer(), KeepingCheckpointer(self)
+        self.trainer.records, self.prepared, self.snapshots = self.records, {}, {}
+
+    def go(self) -> Any:
+        while True:
+            try:
+                return super().go()
+            except Killed:
+                self._resume()
+
+    def _resume(self) -> None:
+        saved = self.checkpointer.saved
+        self.records.resume()
+        self._begin()
+        if not saved:
+            return
+        self.checkpointer.saved, state = saved, saved[max(saved)]
+        for entry in state["coordinator"]["ledger"]["entries"]:
+            self.prepared[entry["draw"]] = Prompts.prepared(entry["draw"], entry["responses"] + entry["begun"])
+        prompts = {draw: prepared.prompt for draw, prepared in self.prepared.items()}
+        self.coordinator.load_state_dict(state["coordinator"], prompts)
+        self.source.position = state["source"]["position"]
+        self.trainer.version, self.snapshots = state["coordinator"]["version"], state["episodes"]
 
     def build(self) -> Any:
         runtime, records = super().build(), self.records
+        runtime._prepared |= self.prepared
         observations = ObservationProcessor(PROCESSOR, DELIMITERS)
-        runtime.environments = ForgetfulEpisodes(records, observations, lay_out, self.most, seed=7)  # type: ignore[arg-type]
+        self.episodes = ForgetfulEpisodes(records, observations, lay_out, self.most, seed=7)  # type: ignore[arg-type]
+        self.episodes.load_state_dict(self.snapshots)
+        runtime.environments = self.episodes
         runtime.sampling = SamplingParams(max_new_tokens=self.most, stop_ids=(END,))
         runtime.score = self._score
         post, handle = runtime._post, self.coordinator.handle
         reports: collections.deque[messages.Event] = collections.deque(maxlen=8)
+        left = self.kills.pop() if self.kills else 0  # events before a kill; 0 or less: none comes
 
         def doubled(event: messages.Event) -> None:
             post(event)
@@ -455,6 +562,9 @@ class EpisodeHistory(Run):
                     post(records.dice.choice(reports))
 
         def handled(event: messages.Event) -> list[messages.Instruction]:
+            nonlocal left
+            if (left := left - 1) == 0:
+                raise Killed
             said = handle(event)
             records.see(said)
             return said

@@ -33,7 +33,7 @@ def test_what_is_trained_on_is_what_was_said(policy: str) -> None:
     lengths: set[int] = set()
     seed = 100_000 * list(POLICIES).index(policy) + 10_000 * (TURN or 0)
     while counts["episodes"] < third_of(EPISODES) / len(POLICIES):
-        history = EpisodeHistory(seed, POLICIES[policy]())
+        history = EpisodeHistory(seed, POLICIES[policy])
         history.go()
         counts += history.records.counts
         lengths |= history.records.lengths
@@ -44,3 +44,6 @@ def test_what_is_trained_on_is_what_was_said(policy: str) -> None:
     assert min(counts["moved"], counts["forgotten"], counts["repeated"]) > counts["episodes"] / 50
     if policy in ("april", "adaptive async"):
         assert counts["mixed"] + counts["resumed"] > counts["episodes"] / 50, "no episode went on under new weights"
+        assert counts["carried"] > counts["episodes"] / 100, "no episode went on behind a checkpoint"
+        assert counts["restored"] > counts["episodes"] / 50 or policy != "april"
+    assert min(counts["killed"], counts["named"]) > counts["episodes"] / 200

@@ -1,6 +1,8 @@
 """Environments that show a picture after each turn; one answers in another way each time it is begun, one is slow."""
 
+import dataclasses
 import itertools
+import json
 import time
 import zlib
 
@@ -32,6 +34,20 @@ class Fickle(Painter):
         return super().reset(prompt, seed + next(begun))
 
 
+class Repainting(Painter):
+    """Shows other pictures, of the same size, each time it is begun."""
+
+    def reset(self, prompt: Prompt, seed: int) -> Observation:
+        self.brush = next(begun)
+        return super().reset(prompt, seed)
+
+    def step(self, text: str) -> Observation:
+        observation = super().step(text)
+        return dataclasses.replace(
+            observation, images=[np.asarray(image) // (1 + self.brush) for image in observation.images]
+        )
+
+
 class Unwritable(Fickle):
     """Says what the vocabulary of tests lacks, unless it is the first of its process to begin."""
 
@@ -55,3 +71,11 @@ class Slow(Painter):
             file.write(f"{text}\n")
         time.sleep(0.3)
         return super().step(text)
+
+
+class Remembering(Slow):
+    def snapshot(self) -> bytes:
+        return json.dumps([self.state, self.turns]).encode()
+
+    def restore(self, snapshot: bytes) -> None:
+        self.state, self.turns = json.loads(snapshot)

@@ -3,6 +3,7 @@ processes. Everything that is trained on is what was sampled and observed, token
 
 import asyncio
 import dataclasses
+import json
 import pathlib
 from typing import Any
 
@@ -187,16 +188,7 @@ def test_an_environment_that_is_gone_hears_the_recorded_turns_again(tmp_path: pa
         try:
             first = await episodes.act(prepared, said)
             assert first.response == (await episodes.act(prepared, said)).response
-            prepared = dataclasses.replace(prepared, responses={2: first.inputs})
-            longer = first.response
-            ids = (*longer.token_ids, *processor(KIND).encode("cd e"), END)
-            more = len(ids) - longer.num_tokens
-            said = dataclasses.replace(
-                longer,
-                token_ids=ids,
-                logprobs=(*longer.logprobs, *(-1.0,) * more),
-                versions=(*longer.versions, *(1,) * more),
-            )
+            prepared, said = dataclasses.replace(prepared, responses={2: first.inputs}), behind(first.response)
             second = await episodes.act(prepared, said)
             await episodes.end(4)
             return first, second, await episodes.act(prepared, said)
@@ -206,8 +198,10 @@ def test_an_environment_that_is_gone_hears_the_recorded_turns_again(tmp_path: pa
 
     first, second, again = limited(play("painter:Painter"))
     assert not first.done and first.response.media and (second.response, second.done) == (again.response, again.done)
-    with pytest.raises(EnvironmentFailure, match="was begun anew, and answers turn 1 otherwise than before"):
-        limited(play("painter:Fickle"))
+    for name in ("Fickle", "Repainting"):
+        text = f"painter:{name} of source s was begun anew, and answers turn 1 otherwise than before"
+        with pytest.raises(EnvironmentFailure, match=text):
+            limited(play(f"painter:{name}"))
     with pytest.raises(EnvironmentFailure, match=r"painter:Unwritable: .*vocabulary"):
         limited(play("painter:Unwritable"))
 
@@ -218,6 +212,47 @@ def begun(draw: int, environment: str, text: str = "?") -> tuple[PreparedPrompt,
     ids = (*processor(KIND).encode("ab"), END)
     response = Response(f"{draw:08d}.00/2", draw, 2, ids, (-1.0,) * len(ids), (0,) * len(ids), "stop")
     return PreparedPrompt(prompt, processor(KIND).prepare("what?")), response
+
+
+def behind(response: Response) -> Response:
+    """The response with a further turn."""
+    ids = (*response.token_ids, *processor(KIND).encode("cd e"), END)
+    more = len(ids) - response.num_tokens
+    return dataclasses.replace(
+        response,
+        token_ids=ids,
+        logprobs=(*response.logprobs, *(-1.0,) * more),
+        versions=(*response.versions, *(1,) * more),
+    )
+
+
+@pytest.mark.medium
+def test_the_snapshot_of_a_parked_environment_stands_in_checkpoints(tmp_path: pathlib.Path) -> None:
+    """What is begun anew gets it if nothing was heard since; else it hears all turns again."""
+    heard = tmp_path / "heard"
+
+    async def play() -> None:
+        played = [episodes_in(tmp_path / "media") for _ in range(4)]
+        prepared, said = begun(4, "painter:Remembering", str(heard))
+        try:
+            first = await played[0].act(prepared, said)
+            after, said_next = dataclasses.replace(prepared, responses={2: first.inputs}), behind(first.response)
+            await played[0].park(4)
+            assert not played[0].pool.episodes
+            played[1].load_state_dict(json.loads(json.dumps(played[0].state_dict())))
+            second = await played[1].act(after, said_next)
+            assert heard.read_text().splitlines() == ["ab", "cd e"], "only the snapshot knows the first turn"
+            played[2].load_state_dict(json.loads(json.dumps(played[0].state_dict())))
+            assert (await played[2].act(prepared, said)).response == first.response, "its answer is in no checkpoint"
+            assert heard.read_text().splitlines() == ["ab", "cd e", "ab"]
+            again = await played[3].act(after, said_next)
+            assert heard.read_text().splitlines() == ["ab", "cd e", "ab", "ab", "cd e"], "without a snapshot"
+            assert (second.response, second.done) == (again.response, again.done)
+        finally:
+            for episodes in played:
+                await episodes.pool.close()
+
+    limited(play())
 
 
 @pytest.mark.medium
@@ -253,16 +288,11 @@ def test_parked_responses_hold_no_environment_and_keep_their_answer(tmp_path: pa
             assert not episodes.pool.episodes
             await episodes.act(second, other)  # has the only slot
             await episodes.park(5, other.sample)
-            ids = (*answer.response.token_ids, *processor(KIND).encode("cd e"), END)
-            more = len(ids) - answer.response.num_tokens
-            longer = dataclasses.replace(
-                answer.response,
-                token_ids=ids,
-                logprobs=(*answer.response.logprobs, *(-1.0,) * more),
-                versions=(*answer.response.versions, *(1,) * more),
-            )
             prepared = dataclasses.replace(first, responses={2: answer.inputs})
-            assert (await episodes.act(prepared, longer)).response.rewards == (0.25, 0.5)  # begun anew, turn by turn
+            assert (await episodes.act(prepared, behind(answer.response))).response.rewards == (
+                0.25,
+                0.5,
+            )  # begun anew, turn by turn
         finally:
             await episodes.pool.close()
 
