@@ -25,6 +25,7 @@ LAKES = SourceConfig(
         "max_turns": 8,
         "demonstration": "fluxjax.tasks.agents:told_way",
     },
+    context="turn",  # the newest picture has all that a move needs
     reward="environment",
 )
 TAGS = SourceConfig(
