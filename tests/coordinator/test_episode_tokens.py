@@ -6,7 +6,8 @@ import collections
 import os
 
 import pytest
-from episode_records import TURNS, EpisodeHistory
+from episode_histories import EpisodeHistory
+from episode_records import TURNS
 from turns import TURN, third_of
 
 from fluxjax.config.learning import AdaptiveAsyncConfig
