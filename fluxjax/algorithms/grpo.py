@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from ..base.types import Group, TrainBatch, differ
+from ..base.types import Group, TrainBatch, differ, has_variance
 from ..config import AlgorithmConfig
 from .loss import clipped_surrogate, correction, dual_clipped, masked, regularised
 from .rl_algorithm import LossAndMetrics, RLAlgorithm, TokenValues
@@ -46,6 +46,11 @@ def relative(rewards: np.ndarray, normalize: bool) -> np.ndarray:
     if not differ(rewards.tolist()):  # the computed mean of equal numbers may differ from them
         return np.zeros_like(rewards)
     return (rewards - rewards.mean()) / (rewards.std(ddof=1) + STD_EPSILON if normalize else 1.0)
+
+
+def zero_variance_groups(groups: Sequence[Group]) -> int:
+    """Counts the groups whose rewards are all equal, but for rounding."""
+    return sum(not has_variance(group) for group in groups)
 
 
 def clipped_loss(

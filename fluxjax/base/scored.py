@@ -71,9 +71,9 @@ class Prompt:
 
     @property
     def shown(self) -> str:
-        """A digest of the environment and of what the model sees. Folders of media don't count."""
+        """A digest of the environment, of its context, and of what the model sees. Folders of media don't count."""
         names = [(medium.kind.value, medium.path.rpartition("/")[2], medium.cell) for medium in self.media]
-        return hashlib.sha256(repr((self.environment, self.text, names)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((self.environment, self.context, self.text, names)).encode()).hexdigest()[:16]
 
     @property
     def record(self) -> "Prompt":

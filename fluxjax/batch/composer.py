@@ -85,6 +85,11 @@ class Composer:
         """Returns the same composer for another number of devices."""
         return Composer(self._config, num_devices, self._vision, self._text, self.shapes)
 
+    @property
+    def num_shapes(self) -> int:
+        """The number of compiled shapes of microbatches."""
+        return len(self.shapes)
+
     def check(self) -> None:
         """Raises ConfigError for rollouts that are longer than the devices of one sequence can hold. Does nothing under
         `fsdp`, for which `Config.validate` compares the lengths."""

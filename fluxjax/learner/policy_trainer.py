@@ -28,9 +28,10 @@ import numpy as np
 from sharding.walk import Params, Tally
 
 from ..algorithms import RLAlgorithm
+from ..algorithms.grpo import zero_variance_groups
 from ..algorithms.loss import normaliser
 from ..algorithms.rl_algorithm import Key
-from ..base.types import Group, PreparedPrompt, Sample, TrainedStep, has_variance
+from ..base.types import Group, PreparedPrompt, Sample, TrainedStep
 from ..batch.composer import Composer, Team
 from ..batch.composition import Composition, packing_metrics
 from ..batch.share import Share
@@ -157,7 +158,7 @@ class PolicyTrainer:
             self._replay.keep(fresh, whole.prepared, learner.version)
             metrics |= self._replay.metrics(fresh, replayed, place.version)
         metrics |= reward_metrics(fresh) | packing_metrics(whole.compositions, learner.mesh.size)
-        metrics["packing/shapes"] = float(len(self._composer.shapes))
+        metrics["packing/shapes"] = float(self._composer.num_shapes)
         return TrainedStep(tuple(fresh), metrics)
 
     def follow(self, shares: Sequence[Share], size: int, update: bool) -> None:
@@ -419,7 +420,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "response/mean_tokens": float(np.mean(lengths)),
         "response/max_tokens": float(np.max(lengths)),
         "response/cut_off": float(np.mean([sample.response.finish == "length" for _, sample in samples])),
-        "groups/zero_variance": float(np.mean([not has_variance(group) for group in groups])),
+        "groups/zero_variance": zero_variance_groups(groups) / len(groups),
     }
     if any(group.prompt.environment for group in groups):
         metrics["response/mean_turns"] = float(np.mean([max(len(s.response.rewards), 1) for _, s in samples]))
