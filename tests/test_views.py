@@ -107,7 +107,7 @@ def test_a_turn_is_asked_for_behind_what_it_sees_as_if_the_conversation_had_neve
         got, size = turn_request(Turn(group.prompt, before, 0), told, sampling, 1, MERGE).prompt, prompt + own.argmax()
         assert got.token_ids_T.tolist() == whole.token_ids_T[:size].tolist()
         assert got.positions_3T.tolist() == whole.positions_3T[:, :size].tolist()
-        assert (got.next_position == whole.positions_3T[:, size]).all()
+        assert whole.positions_3T[:, size].tolist() == [got.next_position] * 3
         assert got.feature_index_T.tolist() == whole.feature_index_T[:size].tolist()
         if got.patches_PX is not None:
             np.testing.assert_array_equal(got.patches_PX, whole.vision.patches_PX[: len(got.patches_PX)])

@@ -5,7 +5,7 @@ import dataclasses
 import enum
 import re
 
-# What a turn sees of its episode: everything; only the newest observation; all texts, but only the newest K media.
+# A turn sees its whole episode; only the newest observation; or all texts, but only the newest K media.
 WHOLE, TURN = "whole", "turn"
 CONTEXT = re.compile(f"{WHOLE}|{TURN}|images:([1-9][0-9]*)")
 

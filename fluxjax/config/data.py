@@ -112,8 +112,8 @@ class SourceConfig(Section):
     environment_arguments: dict[str, object] = dataclasses.field(  # its keyword arguments
         default_factory=dict, metadata={"nested": True}
     )
-    # What a turn sees behind the prompt: the `whole` episode; only the newest observation (`turn`); or all texts, but
-    # only the newest K images and videos of observations (`images:K`).
+    # A turn sees, behind the prompt, the `whole` episode; only the newest observation (`turn`); or all texts, but only
+    # the newest K images and videos of observations (`images:K`).
     context: str = bounded(
         WHOLE, lambda rule: CONTEXT.fullmatch(rule) is not None, "be whole, turn or images:K with K of at least 1"
     )
