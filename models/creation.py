@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
+from sharding.walk import Module as Model
 from sharding.walk import Params
 from sharding.weights import WeightSpec, by_path, map_weights, on_first_device, place, place_stack
 
@@ -25,7 +26,11 @@ def abstract(config: DecoderConfig) -> Decoder:
 def create(config: DecoderConfig, seed: int = 0, shardings: Callable[[Decoder], Params] | None = None) -> Decoder:
     """The model with random weights. Each weight is sampled on the host by a generator of its own, seeded with `seed`
     and the weight's path, so that it depends on no device and no compiler. `shardings`: see `models.load`."""
-    model = abstract(config)
+    return with_values(abstract(config), seed, shardings)
+
+
+def with_values(model: Model, seed: int = 0, shardings: Callable[[Model], Params] | None = None) -> Model:
+    """The abstract model, or module, with random weights as `create` samples them."""
     places = by_path((shardings or on_first_device)(model))
 
     def draw(path: tuple, variable: nnx.Variable) -> jax.Array:
