@@ -109,7 +109,7 @@ def test_episodes_are_demonstrated_learned_and_measured(tmp_path: pathlib.Path) 
 def test_pictures_of_a_reset_and_of_turns_are_trained_on(tmp_path: pathlib.Path, capsys: Any, context: str) -> None:
     """Also by a warm start and an evaluation, when what a turn sees is rewritten."""
     diary = Diary()
-    settings = {"rollout__max_new_tokens": 24, "rollout__max_sequence_tokens": 64}
+    settings: dict[str, Any] = {"rollout__max_new_tokens": 24, "rollout__max_sequence_tokens": 64}
     settings |= {"data__sources__count__context": context}
     run(tmp_path, own(tmp_path, VLM, {"pictures": True}, steps=2, **settings), diary)
     seen = {len(sample.response.media) for sample in diary.samples}
