@@ -202,7 +202,7 @@ MUTANTS = [
     Mutant("an ended turn is scored", LEDGER,
            "elif entry.prompt.environment and response.finish == STOPPED:", "elif False:"),
     Mutant("the end of an earlier turn ends this one", LEDGER,
-           "response.num_tokens < entry.heard.get(sample, 0)", "False"),
+           "response.num_tokens < entry.before(sample)", "False"),
     Mutant("a failed environment loses nothing", LEDGER,
            "        self._lose(entry, reason)\n        return True", "        return True"),
     Mutant("parked between turns and lost", LEDGER, "entry.begun |= entry.between_turns()", "pass"),
@@ -218,7 +218,7 @@ MUTANTS = [
            "[*self.observations.processor.encode(self._text(turn_ids)), *turn_ids][: len(turn_ids)]\n            "
            "), *observation.token_ids_T.tolist()),"),
     Mutant("an environment that is begun anew is believed", EPISODES,
-           "if answer.done or again.token_ids_T.tolist() != list(seen):", "if False:"),
+           "if answer.done or answer.media != media or again.token_ids_T.tolist() != list(seen):", "if False:"),
     # --- contexts that are rewritten ---------------------------------------------------------------
     Mutant("one medium more than the context shows", VIEWS,
            "np.maximum(seen_T - int(found[1]), 0)", "np.maximum(seen_T - int(found[1]) - 1, 0)"),
