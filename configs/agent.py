@@ -8,7 +8,8 @@
     python -m fluxjax.train --config=configs/agent.py:debug        (the whole loop in a few minutes)
     python -m fluxjax.train --config=configs/agent.py:no_tool      (the digits without the tool, for comparison)
 
-Expect of `:tools` 95 of 100 answers, and of `:frozenlake` two walks of three (docs/log.md).
+Expect of `:tools` 95 of 100 answers, and of `:frozenlake` two walks of three. `:zoom` does not read its digits yet
+(docs/log.md).
 
 Nothing is downloaded: photographs and digits are in scikit-image and scikit-learn, and Gymnasium draws the lakes.
 """
