@@ -28,24 +28,15 @@ LAKES = SourceConfig(
     context="turn",  # the newest picture has all that a move needs
     reward="environment",
 )
-TAGS = SourceConfig(
-    environment="tools",
-    environment_arguments={
-        "tools": ["zoom"],
-        "max_turns": 4,
-        "demonstration": "fluxjax.tasks.agents:found_digit",
-    },
-    reward="number",
-)
-SUMS = SourceConfig(
-    environment="tools",
-    environment_arguments={
-        "tools": ["calculator"],
-        "max_turns": 4,
-        "demonstration": "fluxjax.tasks.agents:computed",
-    },
-    reward="exact",
-)
+
+
+def with_tool(tool: str, demonstration: str, reward: str) -> SourceConfig:
+    arguments = {"tools": [tool], "max_turns": 4, "demonstration": f"fluxjax.tasks.agents:{demonstration}"}
+    return SourceConfig(environment="tools", environment_arguments=arguments, reward=reward)
+
+
+TAGS = with_tool("zoom", "found_digit", "number")
+SUMS = with_tool("calculator", "computed", "exact")
 VARIANTS = {
     "": {"lakes": LAKES, "tags": TAGS, "sums": SUMS},
     "frozenlake": {"lakes": LAKES},

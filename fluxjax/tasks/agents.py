@@ -77,8 +77,12 @@ def told_way(game: Any) -> str:
     fields = list(game.desc.ravel().astype(str))
     fields[int(game.s)] = "A"
     shown = "".join(fields).translate(str.maketrans("SFH", "..O"))
-    rows = [shown[start : start + game.ncol] for start in range(0, len(shown), game.ncol)]
-    return " ".join((*rows, ("left", "down", "right", "up")[way(game)]))
+    return f"{_rows(shown, game.ncol)} {('left', 'down', 'right', 'up')[way(game)]}"
+
+
+def _rows(fields: str, width: int) -> str:
+    """Returns the rows of `fields`, a character a field, with spaces between them."""
+    return " ".join(fields[start : start + width] for start in range(0, len(fields), width))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +125,8 @@ class TagsRecipe:
             square = photo[top : top + shorter, left : left + shorter]
             image = Image.fromarray(square).resize((self.side, self.side))
             tag, cells = self.side // self.grid**2, rng.integers(self.grid**2, size=2).tolist()
-            places = [divmod(cell, self.grid) for cell in cells]
-            y, x = (tag * (self.grid * places[0][axis] + places[1][axis]) for axis in range(2))
+            part_yx, tag_yx = (np.array(divmod(cell, self.grid)) for cell in cells)
+            y, x = (tag * (self.grid * part_yx + tag_yx)).tolist()
             dark = 1 - pixels[scan].reshape(8, 8) / 16
             shown = Image.fromarray((dark[..., None] * (255, 0, 255)).astype(np.uint8))  # ink on magenta
             image.paste(shown.resize((tag, tag)), (x, y))
@@ -144,8 +148,7 @@ def found_digit(prompt: Prompt, turn: int) -> str:
     if turn >= len(cells):
         return f"{said['drawn']} {prompt.answer}"
     fields = "".join("T" if cell == cells[turn] else "." for cell in range(grid**2))
-    rows = [fields[start : start + grid] for start in range(0, grid**2, grid)]
-    return " ".join((*rows, _call("zoom", cell=cells[turn] + 1, grid=grid, image=turn + 1)))
+    return f"{_rows(fields, grid)} {_call('zoom', cell=cells[turn] + 1, grid=grid, image=turn + 1)}"
 
 
 @dataclasses.dataclass(frozen=True)
