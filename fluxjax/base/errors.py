@@ -12,7 +12,8 @@ class DataError(ValueError):
 
 
 class RecordError(ValueError):
-    """One record cannot be used. `reason` names nothing of the record, so that equal reasons can be counted."""
+    """One record cannot be used. `reason` names nothing of the record, so that equal reasons can be counted; `detail`
+    is for the log."""
 
     def __init__(self, id: str, reason: str, detail: str = "unusable record") -> None:
         super().__init__(f"{id}: {reason}")

@@ -216,14 +216,20 @@ class Team:
         self._expect = expect
 
     def composed(
-        self, composer: Composer, batches: Sequence[Minibatch], *, size: int = 0, update: bool = True, **options: Any
+        self,
+        composer: Composer,
+        minibatches: Sequence[Minibatch],
+        *,
+        size: int = 0,
+        update: bool = True,
+        **options: Any,
     ) -> list[Composition]:
         """Returns the microbatches of process 0's share of each minibatch. `options` are those of `Composer.outline`.
         The other processes get their shares, with `size` and `update` (see `PolicyTrainer.follow`). After an error the
         team can't be used any more."""
         with collector_paused():
             with self.stage("plan"):
-                steps = [composer.outline(groups, prepared, **options) for groups, prepared in batches]
+                steps = [composer.outline(groups, prepared, **options) for groups, prepared in minibatches]
                 cut = [step.cut(self.processes) if self.processes > 1 else [step] for step in steps]
                 self.hand_out([[shares[process] for shares in cut] for process in range(self.processes)], size, update)
             return self.laid_out(composer, [shares[0] for shares in cut])

@@ -272,7 +272,8 @@ class AlgorithmConfig(Section):
         names = [known for known in OWN_SETTINGS if known != "sft"]
         if name == "sft":
             raise ConfigError(
-                f"algorithm.name is sft, which only serves the warm start; for RL, choose {', '.join(names)}"
+                "algorithm.name is sft, which only serves the warm start (warm_start.steps); for RL, choose "
+                f"{', '.join(names)}"
             )
         module, colon, attribute = name.partition(":")
         if name not in OWN_SETTINGS and not (colon and module and attribute):

@@ -88,7 +88,11 @@ class PromptLimits:
 
 
 def prepare_prompt(
-    processor: TextAndMedia, prompt: Drawn, limits: PromptLimits, chat: bool = False, proxy: ProxyMedia | None = None
+    processor: TextAndMedia,
+    prompt: Drawn,
+    limits: PromptLimits,
+    chat_template: bool = False,
+    proxy: ProxyMedia | None = None,
 ) -> Result:
     """Tokenises a prompt and decodes its media. Returns a `SkippedPrompt` for a prompt that cannot be used. Media are
     not decoded if their headers show that the prompt is too large. With a `proxy`, a store decodes media that are in
@@ -98,12 +102,12 @@ def prepare_prompt(
     try:
         in_files = all(medium.data is None for medium in prompt.media)  # a ticket names only media in files
         if proxy is not None and in_files and isinstance(processor, Processor):
-            token_ids = tokenised(processor, prompt, chat)
+            token_ids = tokenised(processor, prompt, chat_template)
             outline = functools.partial(proxy.outline, processor, token_ids, prompt)
             prepare = functools.partial(proxy.inputs, processor, token_ids, prompt)
         else:
             media = _sources(prompt)
-            token_ids = tokenised(processor, prompt, chat)
+            token_ids = tokenised(processor, prompt, chat_template)
             outline = functools.partial(processor.outline, token_ids, media)
             prepare = functools.partial(processor.prepare_ids, token_ids, media)
         if refused := _refused_early(outline, prompt, limits):

@@ -49,8 +49,11 @@ class Display:
         self._last_hosts = 0.0  # time when lines of processes were last printed
         self._seconds: dict[str, float] = {}
         self._eval: dict[str, float] = {}
-        columns = TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        columns += (TextColumn("{task.fields[left]} [dim]{task.fields[words]}"),)
+        first, last = (
+            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.fields[left]} [dim]{task.fields[words]}"),
+        )
+        columns = first, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), last
         self._progress = Progress(*columns, console=self._console)
         self._task = self._progress.add_task("starting", total=None, left="", words="")
         self._phase = "starting"

@@ -16,7 +16,9 @@ from .named import BuiltIn
 from .rules import RIGHT, WRONG
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_TAGGED = re.compile(r"\s*+<think>\s*+(?!</think>).*</think>\s*+<answer>\s*+(?!</answer>).*</answer>\s*", re.DOTALL)
+_THOUGHT_AND_ANSWER = re.compile(
+    r"\s*+<think>\s*+(?!</think>).*</think>\s*+<answer>\s*+(?!</answer>).*</answer>\s*", re.DOTALL
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -44,7 +46,7 @@ class Format(BuiltIn):
     async def score(self, completion: Completion) -> Reward:
         if not self.pattern:
             once = all(completion.text.count(tag) == 1 for tag in _TAGS)
-            return RIGHT if once and _TAGGED.fullmatch(completion.text) else WRONG
+            return RIGHT if once and _THOUGHT_AND_ANSWER.fullmatch(completion.text) else WRONG
         try:
             matched = await self._pool.acall({"pattern": self.pattern, "text": sendable(completion.text)})
         except WorkerTimeout:

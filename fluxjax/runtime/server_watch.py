@@ -199,7 +199,8 @@ class ServerFile:
                     check_address(word, f"{self.file}, line {number}")
                 if len(words) > 2:
                     raise ConfigError(
-                        f"{self.file}, line {number} has {words[2]!r} after the addresses of a server and its agent"
+                        f"{self.file}, line {number} has {words[2]!r} after the addresses of a server and its agent; "
+                        "remove it"
                     )
                 self._reachable(words[0])
             except ConfigError as error:

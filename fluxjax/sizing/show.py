@@ -63,7 +63,9 @@ def show(verdict: Verdict, title: str, console: Console) -> None:
             program = ""
         sent.add_section()
     console.print(sent)
-    console.print("Exposed: in the compiled schedule, no work as long runs beside the collective.", style="dim")
+    console.print(
+        "Exposed: in the compiled schedule, no work that takes as long runs beside the collective.", style="dim"
+    )
     for line in _conclusions(verdict):
         console.print(line, highlight=False, soft_wrap=True)
 

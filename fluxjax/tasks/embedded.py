@@ -62,7 +62,9 @@ def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = Non
     `cell`, pictures are enlarged: a digit to a square of `cell` pixels a side, a clip's frame to `2 * cell` a side.
     Raises `ConfigError` for an unknown name, `DataError` if the data set cannot be written."""
     if name not in RECIPES:
-        raise ConfigError(f"data.sources.{name} has no path and is no embedded one; embedded are {', '.join(RECIPES)}")
+        raise ConfigError(
+            f"data.sources.{name} has no path and is no embedded data set; embedded are {', '.join(RECIPES)}"
+        )
     chosen = recipe or RECIPES[name]
     chosen = chosen.enlarged(cell) if cell and hasattr(chosen, "enlarged") else chosen
     folder = (pathlib.Path(root).expanduser() if root else cache_folder()) / f"{name}-{digest(chosen)}"

@@ -282,7 +282,8 @@ class Processor:
         """The outline of these ids and media. Raises PromptError if ids and media don't fit together."""
         ids = np.array(token_ids, np.int32)
         self._check_placeholders(ids, [medium.kind for medium in media])
-        ids = self._with_times(ids, media) if any(medium.times for medium in media) else ids
+        if any(medium.times for medium in media):
+            ids = self._with_times(ids, media)
         return PromptOutline(ids, tuple(media), self.layout.spatial_merge_size, certain)
 
     def _with_times(self, token_ids: np.ndarray, media: Sequence[Medium]) -> np.ndarray:

@@ -61,7 +61,7 @@ class ShapeBook:
 
     def next_step(self) -> None:
         self.step += 1
-        self.coming = [entry for entry in self.coming if entry[2] > self.step]
+        self.coming = [(devices, sizes, first) for devices, sizes, first in self.coming if first > self.step]
 
     def choose(
         self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
