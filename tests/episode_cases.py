@@ -39,7 +39,7 @@ class Stretch(NamedTuple):
 
 
 def seen_before(stretches: Sequence[Stretch], turn: int, context: str) -> list[Stretch]:
-    """What a turn sees of its episode."""
+    """Returns the stretches of an episode that the model sees in a turn."""
     before = [each for each in stretches if each.turn < turn or (each.turn == turn and each.kind != "said")]
     if context == "turn":
         ends = [each._replace(start=each.stop - 1) for each in before if each.kind == "said" and each.turn == turn - 1]

@@ -168,7 +168,8 @@ class ParallelismPlanner:
         self._calm = 0  # steps since the last preemption or the last halving
 
     def next(self, preemptions: int) -> int:
-        """Returns the next step's degree after a step with so many preemptions. The first step never doubles it."""
+        """Returns the degree of the next step. `preemptions` are those of the last step. After the very first step
+        there is nothing to compare them with, and the degree is not doubled."""
         before, self._before = self._before, preemptions
         self._calm = 0 if preemptions else self._calm + 1
         wanted = self.degree

@@ -101,7 +101,7 @@ class ComparingTrainer(Trainer):
 
 
 class Killed(Exception):
-    """Ends a run, of which the newest checkpoint is left."""
+    """Ends a run. Its newest checkpoint stays."""
 
 
 class KeepingCheckpointer(Checkpointer):

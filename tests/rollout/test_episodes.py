@@ -228,7 +228,7 @@ def behind(response: Response) -> Response:
 
 @pytest.mark.medium
 def test_the_snapshot_of_a_parked_environment_stands_in_checkpoints(tmp_path: pathlib.Path) -> None:
-    """What is begun anew gets it if nothing was heard since; else it hears all turns again."""
+    """A new environment gets the snapshot if the old one heard nothing after it. Otherwise it hears all turns."""
     heard = tmp_path / "heard"
 
     async def play() -> None:
