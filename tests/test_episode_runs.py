@@ -31,6 +31,7 @@ from fluxjax.data.loader import SkippedPrompt
 from fluxjax.environments.opening import Openings, spells_added
 from fluxjax.report.metrics import read
 from fluxjax.rewards import Scorer
+from fluxjax.run import play
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.play import observations_of
 from fluxjax.run.trainer import FluxTrainer
@@ -102,6 +103,28 @@ def test_episodes_are_demonstrated_learned_and_measured(tmp_path: pathlib.Path) 
     step = read(tmp_path / "run" / "metrics.jsonl")[-2]
     assert 1 <= step["response/mean_turns"] <= 3 and step["environments/started"] >= 16
     assert max(len(sample.response.rewards) for sample in diary.samples) == 3
+
+
+@pytest.mark.slow
+def test_a_record_that_comes_again_is_learned_from_without_being_played_again(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another beginning of the same record is: the first picture and the letter depend on the draw."""
+    played, real = list[tuple[str, str]](), Episodes.demonstrated
+
+    async def demonstrated(self: Episodes, prepared: Any) -> Any:
+        played.append((prepared.prompt.id, prepared.prompt.shown))
+        return await real(self, prepared)
+
+    monkeypatch.setattr(Episodes, "demonstrated", demonstrated)
+    losses, words = [], own(tmp_path, VLM, {"pictures": True}, steps=1, warm_start__steps=12, warm_start__batch_size=4)
+    for kept in (1 << 22, 0):
+        monkeypatch.setattr(play, "_KEPT", kept)
+        played.clear()
+        run(tmp_path / str(kept), words)
+        assert len(played) == (len(set(played)) if kept else 48) and len(set(played)) < 45
+        losses.append([line["loss"] for line in read(tmp_path / str(kept) / "run" / "metrics.jsonl")[:12]])
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.slow

@@ -8,10 +8,10 @@ import functools
 import itertools
 import pathlib
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from models.inputs import ModelInput
+from models.inputs import ModelInput, PromptInput
 from models.processing import MediaError, Processor, PromptError
 from models.processing.conversation import ObservationProcessor
 
@@ -25,6 +25,7 @@ from ..runtime.episodes import Episodes
 if TYPE_CHECKING:
     from ..data.shadows import ProxyMedia
 
+_KEPT = 1 << 22  # tokens of demonstrated episodes, together, that are kept for later epochs
 _ROLES = ("user", "tool")  # templates that strip earlier thinking behind a user's message keep it behind a tool's
 
 
@@ -42,6 +43,7 @@ class Play:
     snapshots: State = dataclasses.field(default_factory=dict, init=False)  # of a checkpoint, with which `begun` begins
 
     def __post_init__(self) -> None:
+        self._demonstrations, self._kept = dict[tuple[str, str, str], tuple[Response, Mapping[int, PromptInput]]](), 0
         self._open = contextlib.ExitStack()
         temporary = functools.partial(tempfile.TemporaryDirectory, ignore_cleanup_errors=True)
         self._folder = self.folder or pathlib.Path(self._open.enter_context(temporary()))
@@ -92,15 +94,26 @@ class Play:
         return {} if self.episodes is None else self.episodes.pool.metrics()
 
     async def demonstrated(self, prepared: PreparedPrompt, tries: int = 2) -> tuple[PreparedPrompt, Response] | str:
-        """Returns an episode whose turns its environment demonstrates, or why there is none. If the environment's
-        process is killed, the episode is begun anew. Raises ConfigError if the environment can't demonstrate turns."""
+        """Returns an episode whose turns its environment demonstrates, or why there is none. A record that comes again
+        has the same episode, as long as `_KEPT` tokens hold all. If the environment's process is killed, the episode is
+        begun anew. Raises ConfigError if the environment can't demonstrate turns."""
         assert self.episodes is not None
+        prompt = prepared.prompt
+        key = prompt.source, prompt.id, prompt.shown
+        if key in self._demonstrations:
+            response, responses = self._demonstrations[key]
+            response = dataclasses.replace(response, rid=f"sft-{prompt.draw}/0", draw=prompt.draw).packed()
+            return dataclasses.replace(prepared, responses=responses), response
         try:
-            return await self.episodes.demonstrated(prepared)
+            prepared, response = await self.episodes.demonstrated(prepared)
         except EnvironmentFailure as failure:
             if tries > 1 and failure.fault is Fault.DIED:
                 return await self.demonstrated(prepared, tries - 1)
-            return f"{prepared.prompt.environment} failed ({failure.fault.value})"
+            return f"{prompt.environment} failed ({failure.fault.value})"
+        if self._kept + response.num_tokens <= _KEPT:
+            self._kept += response.num_tokens
+            self._demonstrations[key] = response, prepared.responses
+        return prepared, response
 
     def _lay_out(self, ids: Sequence[int], prompt: Prompt) -> ModelInput:
         if self.proxy is None:

@@ -218,6 +218,11 @@ class Problem:
         return plan
 
     @property
+    def few(self) -> bool:
+        """Whether there are no more sequences than devices."""
+        return len(self.lengths_I) <= self.num_devices
+
+    @property
     def weights(self) -> list[float]:
         """The traffic of one token at degree 1, 2, 4 and so on, summed over the devices of a group."""
         limits, degrees = self.limits, [2**k for k in range(self.max_degree.bit_length())]

@@ -19,8 +19,10 @@ STARTS = ((0.001, 0.997), (0.1, 0.997), (0.4, 0.997), (1.0, 0.997), (1.0, 0.999)
 WIDTH = 64  # partial placements (ways) that a beam keeps, at most
 BLOCK = 64  # devices that are searched together
 RUNGS = ((1024, 32), (10240, 64))  # (ways times devices of all beams, rounds of repair of the two best placements)
+SHORT = ((1024, 2),)  # the same where sequences are no more than devices: no plan is good then, and a long search idle
 ALLOWED = (1.0, 1.005, 1.01, 1.02, 1.03, 1.04, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5)  # factors on the compute limit
 DEALS = 24  # rounds of repair for each factor of `ALLOWED`
+FEW_ALLOWED, FEW_DEALS = (1.0, 1.03, 1.15), 2  # the same for few sequences
 EPS = 1e-9
 
 HARD = 1e4  # the weight of exceeding a limit in a beam, against traffic in units of one device's limit
@@ -37,10 +39,10 @@ def search(
     problem: Problem, starts: list[Placement], good: Callable[[Placement], bool], *, mend: bool
 ) -> Iterator[Placement]:
     """Yields the best placement of `starts` and of beams, then, with `mend`, those of repair, for each of `RUNGS`."""
-    found, score_of = list(starts), functools.partial(score, problem)
+    found, score_of, rungs = list(starts), functools.partial(score, problem), SHORT if problem.few else RUNGS
     amounts = problem.shares
     weights_K = problem.weights[: top_degree(problem).bit_length()]
-    for cells, rounds in RUNGS:
+    for cells, rounds in rungs:
         scored = {score_of(placement): placement for placement in [*found, *beams(problem, cells)]}
         found = [scored[key] for key in sorted(scored)]
         yield found[0]
@@ -185,14 +187,15 @@ def redealt(problem: Problem, degree: int) -> list[int]:
     block_I = dealt(problem, degree)
     amounts = problem.shares / degree
     placement: Placement = ([1] * len(block_I), block_I)
-    for allowed in ALLOWED:
+    factors, rounds = (FEW_ALLOWED, FEW_DEALS) if problem.few else (ALLOWED, DEALS)
+    for allowed in factors:
         within = amounts / np.array([[allowed], [1.0]])
         count = problem.num_devices // degree
 
         def excess(tried: Placement, within: np.ndarray = within, count: int = count) -> Score:
             return sum(max(np.bincount(tried[1], row, count).max() - 1 - EPS, 0.0) for row in within), 0.0
 
-        placement = repair(within, [0.0], placement, count, excess, lambda tried: not excess(tried)[0], DEALS)
+        placement = repair(within, [0.0], placement, count, excess, lambda tried: not excess(tried)[0], rounds)
         if not excess(placement)[0]:
             break
     return placement[1]
