@@ -8,7 +8,8 @@
 Prints one JSON line. For every case and planner: `balance` (largest over mean attention work of a device), `memory`
 (largest over mean tokens), `traffic` (vectors moved, the sum of length * (p - 1) / p, over the traffic of degree 8 for
 all) and `split_cost` (FlexRL's TotalCost, over that of degree 8). `balance_bound`: the balance that no plan under that
-cap can beat. `plan_ms` is the median of `--repeats` on this machine, everything included. `seconds_4096_on_1024` is the
+cap can beat. `plan_ms` is the median of `--repeats` on this machine, everything included. `plan_ms_few` has
+the slowest of eight draws with fewer sequences than devices, for three such numbers. `seconds_4096_on_1024` is the
 median for 4,096 sequences, sampled from the image-heavy mixes (or from all, if there are none), on 1,024 devices, and
 `seconds_4096_on_1024_by_cost` the same if the published cost model chooses between plans of several tolerances.
 """
@@ -39,6 +40,7 @@ from sharding.planner.plan import GAMMA, PlanError, ShardPlan
 
 MIXES = ROOT.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"
 FIXED = (2, 4, 8)
+FEW = ((16, 32), (32, 64), (8, 128))  # (sequences, devices) of `plan_ms_few`
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,9 +103,21 @@ def measure(cases: Sequence[dict[str, Any]], options: argparse.Namespace) -> dic
         "worst_traffic_elsewhere": _worst(rows, False),
         "plan_ms": round(statistics.median(row["plan_ms"] for row in rows), 2),
         "plan_ms_256_on_128": round(statistics.median(largest), 2) if largest else None,
+        "plan_ms_few": _few(options),
         **_many(cases, options),
         "cases": rows,
     }
+
+
+def _few(options: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds of planning few sequences: by number (`16 on 32` devices), the slowest median of eight draws."""
+    rng, found = np.random.default_rng(0), dict[str, float]()
+    for count, devices in FEW:
+        limits = _limits(options, options.cap, devices)
+        draws = np.clip(rng.lognormal(8.1, 1.0, (7, count)), 16, 32_768).astype(int).tolist()
+        draws.append([32_000] + [1_500] * (count - 1))  # one that no plan can even out
+        found[f"{count} on {devices}"] = max(_milliseconds(row, devices, limits, options.repeats) for row in draws)
+    return {name: round(value, 2) for name, value in found.items()}
 
 
 def _many(cases: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, float]:

@@ -32,10 +32,10 @@ Piece: TypeAlias = Rows | np.ndarray  # arrays: rows that need no fetching, such
 Fetch: TypeAlias = Callable[[Sequence[Rows]], Sequence[np.ndarray]]
 
 
-class ShadowTensor:
+class ShadowTensor(np.lib.mixins.NDArrayOperatorsMixin):
     """The shape and dtype of an array, and the `pieces` along its first axis (patches or frames) that form its data. A
     shadow can be sliced along that axis, concatenated with shadows and arrays by `np.concatenate`, and be a leaf of a
-    pytree. Every other use of its data raises ShadowError."""
+    pytree. Every other use of its data, such as arithmetic, raises ShadowError."""
 
     __slots__ = ("dtype", "pieces", "shape")
 
@@ -80,6 +80,14 @@ class ShadowTensor:
             begin += len(piece)
         return ShadowTensor(pieces, self.shape[1:], self.dtype)
 
+    def shard(self, index: int, count: int) -> ShadowTensor:
+        """Part `index` of `count` consecutive parts; the first parts may be one row longer. Raises ShadowError."""
+        if not 0 <= index < count:
+            self._refuse(f"part {index} of {count} of a shadow tensor was asked for; parts are 0 to {count - 1}")
+        size, longer = divmod(len(self), count)
+        start = index * size + min(index, longer)
+        return self[start : start + size + (index < longer)]
+
     @property
     def elsewhere(self) -> tuple[Rows, ...]:
         """The rows that have to be fetched."""
@@ -109,6 +117,9 @@ class ShadowTensor:
                 raise ValueError(f"{part.dtype}{list(part.shape)} can't be concatenated with {self!r}")
             pieces += part.pieces if isinstance(part, ShadowTensor) else [part]
         return ShadowTensor(pieces, self.shape[1:], self.dtype)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse(f"numpy.{ufunc.__name__} was called on a shadow tensor")
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
         self._refuse("a shadow tensor was used as data")

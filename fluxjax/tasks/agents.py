@@ -87,10 +87,11 @@ def _rows(fields: str, width: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TagsRecipe:
-    """Gray photographs with a digit on a small coloured tag, which is read only after a part of the photograph has been
-    enlarged, and a part of this part. The tag fills a cell of `grid` * `grid` in a cell of `grid` * `grid`."""
+    """Photographs with a card on which a small digit is written. The digit is read only after the card has been
+    enlarged, and the digit's part of it: it fills a cell of `grid` * `grid` of the card, which fills one of the
+    photograph."""
 
-    version: int = 3  # grows when the code below changes the data
+    version: int = 4  # grows when the code below changes the data
     seed: int = 0
     train: int = 3000
     held_out: int = 200
@@ -123,17 +124,17 @@ class TagsRecipe:
             shorter = min(photo.shape[:2])
             top, left = (int(rng.integers(size - shorter + 1)) for size in photo.shape[:2])
             square = photo[top : top + shorter, left : left + shorter]
-            gray = Image.fromarray(square).convert("L").convert("RGB")  # a tiny model finds the tag by its colour
-            image = gray.resize((self.side, self.side))
+            image = Image.fromarray(square).resize((self.side, self.side))
             tag, cells = self.side // self.grid**2, rng.integers(self.grid**2, size=2).tolist()
-            part_yx, tag_yx = (np.array(divmod(cell, self.grid)) for cell in cells)
-            y, x = (tag * (self.grid * part_yx + tag_yx)).tolist()
-            dark = 1 - pixels[scan].reshape(8, 8) / 16
-            shown = Image.fromarray((dark[..., None] * (255, 0, 255)).astype(np.uint8))  # ink on magenta
-            image.paste(shown.resize((tag, tag)), (x, y))
+            card, place = (np.array(divmod(cell, self.grid)) for cell in cells)
+            y, x = (tag * self.grid * card).tolist()
+            image.paste((255, 0, 255), (x, y, x + tag * self.grid, y + tag * self.grid))
+            ink = np.uint8(255 * (1 - pixels[scan].reshape(8, 8) / 16))
+            y, x = (tag * (self.grid * card + place)).tolist()
+            image.paste(Image.fromarray(ink).convert("RGB").resize((tag, tag)), (x, y))
             image.save(folder / (path := f"images/{name}-{index:05d}.jpg"), quality=90)
-            ink = pixels[scan].reshape(4, 2, 4, 2).mean((1, 3))
-            drawn = " ".join("".join(".-#"[int(value > 4) + int(value > 10)] for value in row) for row in ink)
+            rows = pixels[scan].reshape(4, 2, 4, 2).mean((1, 3))
+            drawn = " ".join("".join(".-#"[int(value > 4) + int(value > 10)] for value in row) for row in rows)
             said = json.dumps({"grid": self.grid, "cells": cells, "drawn": drawn})
             answer = str(labels[scan])
             return {"id": f"{name}-{index:05d}#{said}", "prompt": question, "answer": answer, "images": [path]}

@@ -154,7 +154,7 @@ def _descent(problem: Problem, degree: int, block_I: list[int]) -> Placement:
     degrees, firsts = descent.degrees, descent.firsts
     compute, memory = largest(problem, (degrees, firsts))
     work, tokens = max(problem.compute_limit, compute, 1e-300), max(problem.memory_limit, memory)
-    trials = max(TRIALS * (1 + (problem.num_devices < MANY)), problem.num_devices // 2)
+    trials = max(TRIALS * (1 + (problem.num_devices < MANY and not problem.few)), problem.num_devices // 2)
     exchange = Exchange(
         np.array([problem.work_I / work, problem.lengths_I / tokens]),
         problem.weights,

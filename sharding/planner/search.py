@@ -46,7 +46,7 @@ def search(
         scored = {score_of(placement): placement for placement in [*found, *beams(problem, cells)]}
         found = [scored[key] for key in sorted(scored)]
         yield found[0]
-        for k in range(min(2, len(found)) if mend else 0):
+        for k in range(min(1 if problem.few else 2, len(found)) if mend else 0):
             found[k] = repair(amounts, weights_K, found[k], problem.num_devices, score_of, good, rounds)
             yield found[k]
 

@@ -41,6 +41,11 @@ def test_whatever_is_cut_and_joined_is_what_the_array_would_be(data):
                 tensor, array = pairs[data.draw(st.integers(0, len(pairs) - 1))]
                 rows = slice(data.draw(BOUND), data.draw(BOUND))
                 pairs.append((tensor[rows], array[rows]))
+            case "shard":
+                tensor, array = pairs[data.draw(st.integers(0, len(pairs) - 1))]
+                count = data.draw(st.integers(1, 5))
+                index = data.draw(st.integers(0, count - 1))
+                pairs.append((tensor.shard(index, count), np.array_split(array, count)[index]))
             case "concatenate":
                 chosen = [pairs[k] for k in data.draw(st.lists(st.integers(0, len(pairs) - 1), min_size=1, max_size=3))]
                 pairs.append((np.concatenate([t for t, _ in chosen]), np.concatenate([a for _, a in chosen])))
@@ -70,6 +75,12 @@ def test_neighbours_of_one_tensor_are_fetched_as_one():
         jnp.asarray,
         np.sum,
         np.stack,
+        lambda tensor: tensor + 1,
+        lambda tensor: 2.0 * tensor,
+        lambda tensor: np.float32(2) - tensor,
+        lambda tensor: tensor > tensor,
+        lambda tensor: tensor.shard(5, 4),
+        lambda tensor: tensor.shard(-1, 4),
         lambda tensor: np.concatenate([tensor, tensor], axis=1),
         lambda tensor: tensor[0],
         lambda tensor: tensor[::2],
@@ -82,6 +93,11 @@ def test_neighbours_of_one_tensor_are_fetched_as_one():
 def test_used_as_data_it_says_where_that_is(use):
     with pytest.raises((ShadowError, TypeError), match=r"ShadowTensor|rows 0 to 7 of t0"):
         use(shadow("t0"))
+
+
+def test_parts_that_do_not_exist_are_named():
+    with pytest.raises(ShadowError, match=r"part 5 of 4 .*; parts are 0 to 3, .*rows 0 to 7 of t0"):
+        shadow("t0").shard(5, 4)
 
 
 def test_what_does_not_fit_is_refused():
