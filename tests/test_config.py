@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from fluxjax.config import AprilConfig, Config, ConfigError, DType, Importance, cli, run_folder
+from fluxjax.config import AprilConfig, Config, ConfigError, DType, FlexUlysses, Importance, cli, run_folder
 from fluxjax.config.bounds import Section, children
 from fluxjax.config.cli import NEEDS, remarks
 from fluxjax.config.help import help_text
@@ -98,6 +98,16 @@ def test_what_a_file_prepares_for_another_choice_is_told_and_not_refused():
     assert remarks(config) == []
     config.critic.lr = 0.1
     assert remarks(config) == ["settings without effect here, because algorithm.name is grpo: critic.lr"]
+
+
+@pytest.mark.parametrize(("devices", "most"), [(12, 4), (96, 32), (7, 1)])
+def test_devices_that_are_no_power_of_two_bound_how_far_sequences_are_spread(devices: int, most: int) -> None:
+    config = Config()
+    assert remarks(config, devices) == []
+    config.sharding.strategy = FlexUlysses()
+    [line] = remarks(config, devices)
+    assert f"flex_ulysses on {devices} devices" in line and f"at most {most} of them" in line
+    assert remarks(config, 64) == []
 
 
 @pytest.mark.parametrize(

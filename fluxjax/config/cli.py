@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from . import POLICIES, STRATEGIES, Config, ConfigError, Importance
+from . import POLICIES, STRATEGIES, Config, ConfigError, Importance, Ulysses
 from .bounds import Section, children, expand_home, flatten, lies_in, variant
 from .help import help_text
 
@@ -133,8 +133,8 @@ def refuse_unread(config: Config, given: Collection[str]) -> None:
             )
 
 
-def remarks(config: Config) -> list[str]:
-    """Returns lines that somebody who starts a run with these settings should read."""
+def remarks(config: Config, devices: int = 1) -> list[str]:
+    """Returns lines that somebody who starts a run with these settings, on so many devices, should read."""
     idle: dict[tuple[str, str], list[str]] = {}
     for field, need in unread(config).items():
         idle.setdefault((need.setting, need.current(config)), []).append(field)
@@ -142,6 +142,12 @@ def remarks(config: Config) -> list[str]:
         f"settings without effect here, because {setting} is {value}: {', '.join(names)}"
         for (setting, value), names in idle.items()
     ]
+    together = devices & -devices  # as `sharding.mesh.replica_size`
+    if isinstance(config.sharding.strategy, Ulysses) and together < devices:
+        lines.append(
+            f"{config.sharding.strategy.name} on {devices} devices spreads a sequence, and evens out images, over at "
+            f"most {together} of them, the largest power of two that divides {devices}"
+        )
     importance = config.algorithm.importance
     if importance.decoupled and config.algorithm.updates == 1:
         lines.append(

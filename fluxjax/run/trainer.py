@@ -334,7 +334,8 @@ class FluxTrainer:
         self.display.show(*shown)
         self.tell(Callback.on_fit_start)
         self.display.note(opening(self.summary, self.sources, self.run_dir, resumed))
-        for line in (*(f"changed by this resume: {change}" for change in changes), *remarks(self.config)):
+        lines = remarks(self.config, self.summary.devices)
+        for line in (*(f"changed by this resume: {change}" for change in changes), *lines):
             self.display.note(line)
 
     def tell(self, hook: Callable[..., None], *event: object) -> None:
