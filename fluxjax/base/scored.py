@@ -59,6 +59,7 @@ class Prompt:
     epoch: int = 0
     row: int = 0
     tokens: int = 0  # tokens of the prepared prompt, 0 if unknown
+    patches: int = 0  # patches of its images and videos
     environment: str = ""
     context: str = WHOLE  # what a turn sees of its episode (`CONTEXT`)
     opening: tuple[int, int] = (0, 0)  # characters and media at the end that the environment showed when it began

@@ -20,10 +20,10 @@ class EngineStates:
         self.kv_tokens = kv_tokens  # tokens that each engine's cache holds; 0: unknown
         self.served = [-1] * engines  # weight version of each engine; -1: none yet
         self.oldest = self.newest = -1  # the oldest and newest version of `served`
-        self.load = [0.0] * engines  # predicted tokens that each engine has yet to generate
+        self.load = [0.0] * engines  # predicted work that each engine has left, in generated tokens
         self.running = [0] * engines  # responses that run on each engine
         self.lent: set[int] = set()  # engines whose devices training uses, or will use once the engine is idle
-        # request id -> (engine, {sample: predicted remaining tokens}) of the responses that run
+        # request id -> (engine, {sample: predicted remaining work}) of the responses that run
         self._open: dict[str, tuple[int, dict[int, float]]] = {}
 
     def __len__(self) -> int:
@@ -44,9 +44,11 @@ class EngineStates:
             self.lent.discard(engine)
         self.oldest, self.newest = min(self.served), max(self.served)
 
-    def begin(self, request: Request, tokens: float) -> None:
-        """Notes the start of a request; each of its responses is predicted to have `tokens` tokens."""
-        left = {sample: max(tokens - begun, 1.0) for sample, begun in request.to_come().items()}
+    def begin(self, request: Request, tokens: float, prompt: float = 0.0) -> None:
+        """Notes the start of a request; each of its responses is predicted to have `tokens` tokens. The prompt is as
+        much work as `prompt` generated tokens."""
+        begun = request.to_come()
+        left = {sample: max(tokens - there, 1.0) + prompt / len(begun) for sample, there in begun.items()}
         if left:
             self._open[request.rid] = request.engine, left
             self.load[request.engine] += sum(left.values())

@@ -102,6 +102,10 @@ class Coordinator:
         """The progress of the run: 0 at the first step and 1 at the last."""
         return self.step / max(self.settings.steps - 1, 1)
 
+    def work_of(self, prompt: Prompt) -> float:
+        """Returns the work of an engine with a prompt before the first response, in generated tokens."""
+        return self.settings.prompt_work * (prompt.tokens + self.settings.patch_tokens * prompt.patches)
+
     def scheduled(self, name: str, otherwise: T, prompt: Prompt | None = None) -> float | T:
         """Returns the value of the schedule `name` at this step (for a prompt); `otherwise` without that schedule."""
         if prompt is not None:
@@ -318,7 +322,7 @@ class Coordinator:
     def _generate(self, order: messages.Generate) -> None:
         for request in order.requests:
             self.ledger.generate(request, self.fleet.served[request.engine])
-            self.fleet.begin(request, self.lengths.predict(request.prompt))
+            self.fleet.begin(request, self.lengths.predict(request.prompt), self.work_of(request.prompt))
             self.pace.begin(request, self.now)
 
     @_say.of(messages.Act)

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 
 from ..config import Config, DynamicSampling
 
+# A round of decoding reads all weights, which takes as long as computing about this many tokens (an H100 in bfloat16 at
+# half of its rate). So the fewer responses share a round, the less a token of a prompt is beside a generated token.
+_READ_AS = 128
 _NAMED = 3  # the number of a source's most frequent rewards that a complaint names
 
 
@@ -23,6 +26,8 @@ class Settings:
     max_new_tokens: int = 0  # the most tokens of a response; 0: unknown
     kv_tokens: int = 0  # tokens that an engine's cache holds at the start; 0: unknown
     kv_reserved: int = 0  # the least number of cache tokens for a running response
+    prompt_work: float = 0.0  # the work of computing a token of a prompt, in generated tokens
+    patch_tokens: float = 0.0  # the work of a patch of an image or a video, in tokens of a prompt
     evaluate_every: int = 0  # steps; 0: only at the start and the end
     checkpoint_every: int = 0  # steps; 0: only at the end
     max_attempts: int = 3  # generations of a prompt before it is given up
@@ -53,6 +58,7 @@ class Settings:
             degree=config.parallelism.degree,
             max_new_tokens=config.rollout.max_new_tokens,
             kv_tokens=kv_tokens,
+            prompt_work=config.rollout.slots / (config.rollout.slots + _READ_AS),
             kv_reserved=kv_tokens // config.rollout.slots,  # so that no more responses run than there are slots
             evaluate_every=config.evaluation.every,
             checkpoint_every=config.checkpoint.every,

@@ -122,8 +122,9 @@ def prepare_prompt(
     except Exception as error:  # a decoder's error about one file must not end the run
         return SkippedPrompt(prompt, f"failed with {type(error).__name__}", str(error))
     frames = np.diff(inputs.frame_edges)
-    refused = limits.refuse(prompt, len(inputs), int(np.sum(frames)), int(np.max(frames, initial=0)))
-    return refused or PreparedPrompt(dataclasses.replace(prompt, tokens=len(inputs)), inputs)
+    prompt = dataclasses.replace(prompt, tokens=len(inputs), patches=int(np.sum(frames)))
+    refused = limits.refuse(prompt, prompt.tokens, prompt.patches, int(np.max(frames, initial=0)))
+    return refused or PreparedPrompt(prompt, inputs)
 
 
 def _sources(prompt: Prompt) -> Media:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from models.decoder import parameter_count
+
 from ..base.types import PreparedPrompt, State
 from ..batch.composer import Team
 from ..coordinator import SchedulingPolicy
@@ -53,7 +55,10 @@ class RunState:
         """Makes a coordinator at step 0, and an empty replay buffer if the configuration has replay."""
         asked = self.asked
         every = {"evaluate_every": asked.evaluation.every, "checkpoint_every": asked.checkpoint.every}
-        self.coordinator = make_coordinator(self._parts.config, self._policy, steps=asked.steps, **every)
+        model = self._parts.model
+        tower = parameter_count(visual) if (visual := getattr(model, "visual", None)) else 0
+        sizes = {"patch_tokens": tower / (parameter_count(model) - tower)}
+        self.coordinator = make_coordinator(self._parts.config, self._policy, steps=asked.steps, **every, **sizes)
         self.replay = None
         if self._parts.config.replay.share:
             from ..learner.replay import ReplayBuffer

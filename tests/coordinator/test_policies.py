@@ -58,6 +58,31 @@ shapes = st.fixed_dictionaries(
 
 
 @every_policy
+@pytest.mark.parametrize("media", [False, True])
+def test_engines_get_equal_work_of_prompts(name: str, media: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second prompt is long, or has many patches; by number alone one engine would get all of these."""
+    sizes = ({"tokens": 60, "patches": 120_000} if media else {"tokens": 30_000}, {"tokens": 60})
+    plain = policy_cases.prompt
+    monkeypatch.setattr(policy_cases, "prompt", lambda draw: dataclasses.replace(plain(draw), **sizes[draw % 2]))
+    world = PolicyWorld(
+        POLICIES[name][0](),
+        3,
+        engines=2,
+        prompts_per_step=16,
+        group_size=4,
+        prompt_work=0.3,
+        patch_tokens=0.3,
+        max_new_tokens=99,
+    )
+    world.until(lambda: world.all(messages.Generate))
+    work = [0.0, 0.0]
+    for request in world.all(messages.Generate)[0].requests:
+        said = request.n * world.coordinator.lengths.predict(request.prompt)
+        work[request.engine] += said + world.coordinator.work_of(request.prompt)
+    assert min(work) > 0.8 * max(work) > 0
+
+
+@every_policy
 class TestEveryPolicy:
     def test_same_seed_same_history(self, name: str) -> None:
         make, _ = POLICIES[name]

@@ -221,7 +221,7 @@ def generate(
             count, wanted, temperature = entry.n, entry.need, first.temperature
         else:
             count, wanted, temperature = n, need, coordinator.scheduled("temperature", None, entry.prompt)
-        loads[engine] += count * coordinator.lengths.predict(entry.prompt)
+        loads[engine] += count * coordinator.lengths.predict(entry.prompt) + coordinator.work_of(entry.prompt)
         requests.append(messages.Request(entry.prompt, count, entry.attempt + 1, wanted, engine, begun, temperature))
     return [messages.Generate(tuple(requests))]
 
