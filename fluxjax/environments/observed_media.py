@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fractions
 import hashlib
 import io
@@ -109,5 +110,10 @@ def _written(folder: pathlib.Path, content: bytes) -> str:
     if not (folder / name).exists():
         part = folder / f".{name}.{os.getpid()}.part"
         part.write_bytes(content)
-        os.replace(part, folder / name)
+        try:
+            with contextlib.suppress(FileExistsError):  # `replace` would change the version of another process' file
+                os.link(part, folder / name)
+        except OSError:  # no hard links here
+            os.replace(part, folder / name)
+        part.unlink(missing_ok=True)
     return name

@@ -15,9 +15,11 @@ from PIL import Image
 from process_cases import gone, until
 
 from fluxjax.base.errors import ConfigError, DataError
-from fluxjax.base.medium import MediaKind
+from fluxjax.base.medium import Media, MediaKind
 from fluxjax.base.scored import Prompt
-from fluxjax.environments import EnvironmentFailure, EnvironmentLimits, EnvironmentPool, Fault
+from fluxjax.data.tickets import ref_of
+from fluxjax.environments import EnvironmentFailure, EnvironmentLimits, EnvironmentPool, Fault, Observation
+from fluxjax.environments.observed_media import stored
 from models.processing.images import load_image
 from models.processing.settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
 from models.processing.videos import VideoReader
@@ -311,6 +313,17 @@ def test_limits_are_checked(tmp_path):
 
 
 # --- media ------------------------------------------------------------------------------------------
+
+
+def test_an_image_that_two_processes_write_at_once_keeps_its_version(tmp_path, monkeypatch):
+    """Both look for the file before either has written it."""
+    monkeypatch.setattr(pathlib.Path, "exists", lambda path: False)
+    versions = set()
+    for _ in range(2):
+        [(_, name)] = stored(Observation(images=[picture(0)]), tmp_path, SMALL)
+        versions.add(ref_of(Media(MediaKind.IMAGE, str(tmp_path / name))).stamp)
+        time.sleep(0.01)
+    assert len(versions) == 1 and [file.name for file in tmp_path.iterdir()] == [name]
 
 
 @pytest.mark.medium
