@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from ..base.scored import Prompt
 from .embedded import Record, write_manifests, write_parts
@@ -87,11 +87,10 @@ def _rows(fields: str, width: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TagsRecipe:
-    """Photographs with a card on which a small digit is written. The digit is read only after the card has been
-    enlarged, and the digit's part of it: it fills a cell of `grid` * `grid` of the card, which fills one of the
-    photograph."""
+    """Photographs with a small digit in a purple part. The digit is read only after this part has been enlarged, and a
+    part of this part: the digit fills a cell of `grid` * `grid` of it, and the part fills one of the photograph."""
 
-    version: int = 4  # grows when the code below changes the data
+    version: int = 6  # grows when the code below changes the data
     seed: int = 0
     train: int = 3000
     held_out: int = 200
@@ -124,33 +123,41 @@ class TagsRecipe:
             shorter = min(photo.shape[:2])
             top, left = (int(rng.integers(size - shorter + 1)) for size in photo.shape[:2])
             square = photo[top : top + shorter, left : left + shorter]
-            image = Image.fromarray(square).resize((self.side, self.side))
+            gray = ImageOps.equalize(Image.fromarray(square).convert("L"))  # as many dark as bright pixels
+            image = gray.convert("RGB").resize((self.side, self.side))
             tag, cells = self.side // self.grid**2, rng.integers(self.grid**2, size=2).tolist()
             card, place = (np.array(divmod(cell, self.grid)) for cell in cells)
             y, x = (tag * self.grid * card).tolist()
-            image.paste((255, 0, 255), (x, y, x + tag * self.grid, y + tag * self.grid))
+            area = x, y, x + tag * self.grid, y + tag * self.grid
+            red, _, _ = image.crop(area).split()
+            image.paste(Image.merge("RGB", (red, Image.new("L", red.size), red)), area)  # green is missing: purple
             ink = np.uint8(255 * (1 - pixels[scan].reshape(8, 8) / 16))
             y, x = (tag * (self.grid * card + place)).tolist()
             image.paste(Image.fromarray(ink).convert("RGB").resize((tag, tag)), (x, y))
             image.save(folder / (path := f"images/{name}-{index:05d}.jpg"), quality=90)
-            rows = pixels[scan].reshape(4, 2, 4, 2).mean((1, 3))
-            drawn = " ".join("".join(".-#"[int(value > 4) + int(value > 10)] for value in row) for row in rows)
-            said = json.dumps({"grid": self.grid, "cells": cells, "drawn": drawn})
+            views = image, image.crop(area), image.crop((x, y, x + tag, y + tag))
+            said = json.dumps({"cells": cells, "shown": [self._levels(view) for view in views]})
             answer = str(labels[scan])
             return {"id": f"{name}-{index:05d}#{said}", "prompt": question, "answer": answer, "images": [path]}
 
         write_manifests(folder, "photographs with tags", make, {"train": self.train, "eval": self.held_out})
 
+    def _levels(self, image: Image.Image) -> str:
+        """Returns how bright each cell of an image is: dark `.`, medium `-` or bright `#`."""
+        bright = np.asarray(image)[..., 0].reshape(self.grid, image.height // self.grid, self.grid, -1).mean((1, 3))
+        return "".join(".-#"[int(level > 95) + int(level > 160)] for level in bright.ravel())
+
 
 def found_digit(prompt: Prompt, turn: int) -> str:
-    """Returns a good turn for a record of `TagsRecipe`: where the tag is in the newest image, and the call that
-    enlarges this part; at last what is drawn on the tag, and the digit."""
+    """Returns a good turn for a record of `TagsRecipe`: how bright the cells of the newest image are, and which one has
+    what is sought (`T`), then the call that enlarges this cell; at last the brightness of the digit, and the digit."""
     said = json.loads(prompt.id.partition("#")[2])
-    grid, cells = said["grid"], said["cells"]
-    if turn >= len(cells):
-        return f"{said['drawn']} {prompt.answer}"
-    fields = "".join("T" if cell == cells[turn] else "." for cell in range(grid**2))
-    return f"{_rows(fields, grid)} {_call('zoom', cell=cells[turn] + 1, grid=grid, image=turn + 1)}"
+    shown, grid = said["shown"][min(turn, 2)], TagsRecipe.grid
+    if turn >= len(said["cells"]):
+        return f"{_rows(shown, grid)} {prompt.answer}"
+    cell = said["cells"][turn]
+    fields = f"{shown[:cell]}T{shown[cell + 1 :]}"
+    return f"{_rows(fields, grid)} {_call('zoom', cell=cell + 1, grid=grid, image=turn + 1)}"
 
 
 @dataclasses.dataclass(frozen=True)

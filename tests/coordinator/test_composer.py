@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fluxjax.base.types import Group, Media, MediaKind, Prompt, Response, Reward, Sample, has_variance
 from fluxjax.config.learning import PREFERENCES
-from fluxjax.coordinator.policies.adaptive_async import compose, difficulty, total_tokens, versions_behind
+from fluxjax.coordinator.policies.adaptive_async import compose, difficulty, due, total_tokens, versions_behind
 
 VERSION, LIMIT = 10, 4
 FAR = 100  # staleness that nothing comes near
@@ -29,8 +29,9 @@ def group(draw: int, *, age: int = 0, tokens: int = 4, correct: int = 1, source:
 
 
 def choose(groups, count: int, prefer: tuple[str, ...] = (), *, limit: int = LIMIT, **options) -> list[int]:
-    settings = {"progress": 0.5, "seed": 0, "step": 1} | options
-    chosen = compose(groups, count, prefer, version=VERSION, max_staleness=limit, **settings)
+    urgent = due([versions_behind(one, VERSION) for one in groups], limit, max(count, 1))
+    settings = {"progress": 0.5, "seed": 0, "step": 1, "urgent": urgent} | options
+    chosen = compose(groups, count, prefer, version=VERSION, **settings)
     return [g.prompt.draw for g in chosen]
 
 
@@ -68,7 +69,7 @@ class TestAlways:
         assert (groups, config) == before
         assert len(chosen) == count and chosen == sorted(set(chosen))
         assert set(chosen) <= {g.prompt.draw for g in groups}
-        urgent = {g.prompt.draw for g in groups if versions_behind(g, VERSION) >= LIMIT - 1}
+        urgent = {g.prompt.draw for g in groups if versions_behind(g, VERSION) == LIMIT}
         assert urgent <= set(chosen) or set(chosen) <= urgent
         assert choose(groups[::-1], count, config, progress=progress, seed=seed) == chosen
 
@@ -118,8 +119,19 @@ class TestSwitches:
     def test_urgent_ones(self) -> None:
         groups = [group(0), group(1, age=2), group(2, age=3), group(3, age=4)]
         assert choose(groups, 1) == [3]
-        assert choose(groups, 2) == [2, 3]
-        assert choose(groups, 3) == [0, 2, 3]
+        assert choose(groups, 2) == [0, 3]  # there is another step for the one of age 3
+        assert choose(groups, 2, urgent=2) == [2, 3]
+        assert choose(groups, 3) == [0, 1, 3]
+
+    @given(st.lists(st.integers(0, LIMIT), max_size=30), st.integers(1, 6))
+    def test_what_is_due_and_nothing_else(self, ages: list[int], size: int) -> None:
+        """If `due` groups leave, the oldest first, later steps can train on all others in time; one less is too few."""
+
+        def in_time(ages: list[int]) -> bool:
+            return all(age + 1 + i // size <= LIMIT for i, age in enumerate(ages))
+
+        oldest_first, count = sorted(ages, reverse=True), due(ages, LIMIT, size)
+        assert in_time(oldest_first[count:]) and (not count or not in_time(oldest_first[count - 1 :]))
 
     def test_stalest_first(self) -> None:
         groups = [group(draw, age=draw % 3) for draw in range(9)]
@@ -138,13 +150,21 @@ class TestSwitches:
         groups = [group(draw, correct=draw % 5) for draw in range(100)]
         config = ("curriculum",)
         easiest = [g.prompt.draw for g in groups if difficulty(g) == 0]
-        assert choose(groups, 20, config, progress=1.0) == easiest
+        assert choose(groups, 20, config, limit=FAR, progress=1.0) == easiest
         mean = [
-            np.mean([difficulty(groups[i]) for s in range(20) for i in choose(groups, 20, config, progress=p, step=s)])
+            np.mean(
+                [
+                    difficulty(groups[i])
+                    for s in range(20)
+                    for i in choose(groups, 20, config, limit=FAR, progress=p, step=s)
+                ]
+            )
             for p in (0.0, 0.5, 1.0)
         ]
         assert mean[0] == pytest.approx(0.5, abs=0.06) and mean[1] < 0.35 and mean[2] == 0
-        assert choose(groups, 20, config, progress=0.0, step=1) != choose(groups, 20, config, progress=0.0, step=2)
+        assert choose(groups, 20, config, limit=FAR, progress=0.0, step=1) != choose(
+            groups, 20, config, limit=FAR, progress=0.0, step=2
+        )
 
     def test_similar_lengths(self) -> None:
         """Lognormal lengths: the largest of a step over its mean, which is what devices wait for, gets smaller."""

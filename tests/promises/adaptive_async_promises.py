@@ -63,10 +63,17 @@ class AdaptiveAsyncPromises(Promises):
             self.barrier, self.barriers = True, self.barriers + 1
 
     def usable(self) -> Sequence[int]:
-        served = self.books.served
-        if self.pid.now and self.options.interrupt:
+        """Engines with older weights are used as well, if no group becomes too old thereby."""
+        served, version = self.books.served, self.books.version
+        if self.pid.now and self.options.interrupt and self._all_in_time([min(served)] * len(self.waiting)):
             return range(len(served))
-        return [engine for engine, version in enumerate(served) if version == self.books.version]
+        return [engine for engine, serves in enumerate(served) if serves == version]
+
+    def _all_in_time(self, new: Sequence[int]) -> bool:
+        """Says whether all groups, with those that begin now (`new`), can be trained on in time."""
+        births = [seen.born for seen in self.books.at(*UNDER_WAY, PromptStage.SCORED)]
+        first = self.books.version + (Train in self.books.awaiting) - self.options.max_staleness
+        return all(first + i // self.needed <= born for i, born in enumerate(sorted([*births, *new])))
 
     def said(self, instruction: Instruction) -> None:
         match instruction:
@@ -83,28 +90,37 @@ class AdaptiveAsyncPromises(Promises):
         super().said(instruction)
 
     def _parks(self, order: Park) -> None:
-        """Checks that a response that still runs when the run ends keeps its tokens, and that one that became too old
-        begins anew."""
-        if not (order.keep and (self.ending or self.books.stop)):
-            seen = self.books.prompts[order.prompt.draw]
-            late = not order.keep and seen.stage is PromptStage.SCORED and self._age(seen) > self.options.max_staleness
-            self.expect(late, f"draw {seen.draw} ({seen.stage.value}) is parked")
+        """Checks that a response that still runs when the run ends keeps its tokens, and that nothing else is parked:
+        no group becomes too old once it is generated and scored."""
+        seen = self.books.prompts[order.prompt.draw]
+        self.expect(order.keep and (self.ending or self.books.stop), f"draw {seen.draw} ({seen.stage.value}) is parked")
 
-    def _age(self, seen: Seen) -> int:
+    def _in_time(self, births: Sequence[int]) -> Sequence[bool]:
+        """Says of groups, the oldest first, whether they are in time if later steps train on them in this order."""
+        late = self.books.version + 1 - self.options.max_staleness
+        return [late + i // self.needed <= born for i, born in enumerate(sorted(births))]
+
+    def _urgent(self, scored: Sequence[Seen]) -> int:
+        """Returns the least number of the oldest scored groups with which the next step makes all others in time."""
+        births, under_way = sorted(map(self._birth, scored)), [seen.born for seen in self.books.at(*UNDER_WAY)]
+        return next(n for n in range(len(births) + 1) if all(self._in_time([*births[n:], *under_way])))
+
+    def _birth(self, seen: Seen) -> int:
         versions = [version for response in seen.ended.values() for version in response.versions]
-        return self.books.version - min(versions, default=self.books.version)
+        return min(versions, default=self.books.version)
 
     def _chosen(self, order: Train) -> None:
         """Checks that the step trains on the choice of `compose` among all scored groups, and on nothing
         while a prompt under way would become too old by missing the step."""
         books, settings = self.books, self.settings
-        scored = [seen.group() for seen in books.at(PromptStage.SCORED)]
+        seen = books.at(PromptStage.SCORED)
+        scored = [one.group() for one in seen]
         wanted = compose(
             scored,
             min(self.needed, len(scored)),
             self.options.prefer,
             version=books.version,
-            max_staleness=self.options.max_staleness,
+            urgent=self._urgent(seen),
             progress=books.step / settings.steps,
             seed=self.config.seed,
             step=books.step,
@@ -115,8 +131,10 @@ class AdaptiveAsyncPromises(Promises):
         self.expect(not late, f"draws {late} become too old by missing this step")
 
     def _late(self) -> Sequence[int]:
-        """Returns the draws under way that become too old by missing the next step."""
-        return [seen.draw for seen in self.books.at(*UNDER_WAY) if seen.born < self.oldest]
+        """Returns the draws under way that become too old if they miss the next step."""
+        seen = sorted(self.books.at(*UNDER_WAY), key=lambda one: one.born)
+        in_time = self._in_time([one.born for one in seen])
+        return [one.draw for one, there in zip(seen, in_time, strict=True) if not there]
 
     def _publishes(self, order: PublishWeights) -> None:
         """Checks that all engines get new weights at once, or those that nothing runs on."""

@@ -10,27 +10,29 @@ of the trained data stays at its target. A barrier follows if staleness is more 
 after more than `SYNC_INTERVAL` steps without a barrier. At a barrier, no prompt is drawn until no response runs and no
 training step is under way.
 
-No token that is more than `max_staleness` versions old is trained on. Training waits for an unfinished group that would
-otherwise become too old. A prompt whose group became too old is generated again.
+No token that is more than `max_staleness` versions old is trained on, and no group becomes too old while it waits for
+its step: of the groups that have `k` steps left, no more than `k - 1` steps' worth may miss the next step (`due`).
+Training waits for unfinished groups that would otherwise become too old. A group that is too old nevertheless, for
+example because a run was resumed with a lower `max_staleness`, is generated again, and counted (`too_old`).
 
 If there are more groups than a step needs, `compose` chooses among the groups (Flux, component 4), as a pure function.
 Candidates are in draw order or, with `stalest`, stalest first. With `curriculum`, the order is random at the start of
 the run; at the end of the run, easy groups come first. Then candidates are taken from each stratum in proportion to its
 size (`stratify`: strata by staleness; `diversity`: by source and kinds of media). With `lengths`, each stratum gives
-groups about as long as the first candidate. Groups that would soon be too old are taken before all others.
+groups about as long as the first candidate. Groups that are due are taken before all others.
 """
 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from ...base.types import Group, SavedState, State
 from ...config import AdaptiveAsyncConfig
 from ...config.schedules import GAINS, Pid
-from ..ledger import PromptStage
+from ..ledger import Entry, PromptStage
 from ..machine import Coordinator
 from ..messages import DrawPrompts, Evaluate, Instruction, PublishWeights, SaveCheckpoint, Train
 from .rounds import Base, generate
@@ -65,6 +67,7 @@ class AdaptiveAsync(Base):
         self.barriers = 0  # barriers forced so far
         self.barrier = False  # True: no prompt is drawn until nothing is under way
         self.since_sync = 0  # steps since the last barrier
+        self.too_old = 0  # groups that were generated and scored, and became too old
         self.seen = -1  # the step whose metrics were observed last
 
     @property
@@ -140,17 +143,20 @@ class AdaptiveAsync(Base):
         if coordinator.evaluation_due() or coordinator.checkpoint_due():
             return []
         limit, version = self.settings.max_staleness, coordinator.version
-        if any(version - entry.born >= limit for entry in ledger.at(*_UNDER_WAY)):
-            return []
         candidates = [entry.group() for entry in ledger.at(PromptStage.SCORED)]
         if late := [group for group in candidates if versions_behind(group, version) > limit]:
+            self.too_old += len(late)
             return [ledger.entries[group.prompt.draw].park() for group in late]
+        to_come = [version - entry.born for entry in ledger.at(*_UNDER_WAY)]
+        if due(to_come, limit, needed):
+            return []
+        ages = [versions_behind(group, version) for group in candidates]
         chosen = compose(
             candidates,
             min(needed, len(candidates)),
             self.settings.prefer,
             version=version,
-            max_staleness=limit,
+            urgent=due([*ages, *to_come], limit, needed),
             progress=coordinator.step / coordinator.settings.steps,
             seed=self.seed,
             step=coordinator.step,
@@ -174,15 +180,30 @@ class AdaptiveAsync(Base):
             return [DrawPrompts(room)]
         oldest, size = coordinator.version - self.settings.max_staleness, coordinator.settings.group_size
         entries = ledger.at(PromptStage.DEFERRED, PromptStage.WAITING)
+        if not self._in_time(coordinator, entries, min(coordinator.fleet.served[engine] for engine in engines)):
+            engines = self._newest(coordinator)
+        if not engines:
+            return []
         return generate(coordinator, entries, size, size, keep=lambda entry: entry.born > oldest, engines=engines)
 
     def _usable(self, coordinator: Coordinator) -> list[int]:
         """Returns the engines that get new requests: with `interrupt` and a ratio above 0 all engines, else the engines
         that serve the newest weights."""
-        fleet = coordinator.fleet
         if self.ratio and self.settings.interrupt:
-            return list(range(len(fleet)))
-        return [engine for engine, served in enumerate(fleet.served) if served == coordinator.version]
+            return list(range(len(coordinator.fleet)))
+        return self._newest(coordinator)
+
+    def _newest(self, coordinator: Coordinator) -> list[int]:
+        return [engine for engine, served in enumerate(coordinator.fleet.served) if served == coordinator.version]
+
+    def _in_time(self, coordinator: Coordinator, entries: Sequence[Entry], served: int) -> bool:
+        """Says whether all groups can be trained on in time if `entries` begin under the weights `served`."""
+        births = [served] * len(entries) + [
+            entry.born for entry in coordinator.ledger.at(PromptStage.SCORED, *_UNDER_WAY)
+        ]
+        size, limit = coordinator.settings.prompts_per_step, self.settings.max_staleness
+        version = coordinator.version + (Train in coordinator.awaiting)  # of the step that these groups may be in
+        return version - served <= limit and due((version - born for born in births), limit, size) <= size
 
     def _room(self, coordinator: Coordinator) -> int:
         """Returns the number of prompts that may be submitted now."""
@@ -199,7 +220,7 @@ class AdaptiveAsync(Base):
             return
         self._pid.load_state_dict(state["pid"])
         for name in _SAVED:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, 0))
 
 
 def staleness(metrics: Mapping[str, float], max_staleness: int) -> float:
@@ -217,7 +238,7 @@ def staleness(metrics: Mapping[str, float], max_staleness: int) -> float:
     return min(max(total, 0.0), 1.0) if math.isfinite(total) else 1.0
 
 
-_SAVED = ("staleness", "barriers", "barrier", "since_sync", "seen")
+_SAVED = ("staleness", "barriers", "barrier", "since_sync", "seen", "too_old")
 _UNDER_WAY = (PromptStage.RUNNING, PromptStage.STOPPING, PromptStage.COMPLETE, PromptStage.LOST)
 
 
@@ -228,6 +249,14 @@ def versions_behind(group: Group, version: int) -> int:
     """Counts the versions between the trainer's weights and the oldest weights that generated a token of the group."""
     responses = (sample.response for sample in group.samples)
     return version - min((r.version_span[0] for r in responses if r.num_trained), default=version)
+
+
+def due(ages: Iterable[int], max_staleness: int, size: int) -> int:
+    """Returns how many groups the next step must train on, so that no group becomes too old while later steps of `size`
+    groups train on the others. `ages` are the versions by which the groups are behind, at most `max_staleness`."""
+    left = Counter(max_staleness - age for age in ages)  # by the number of steps that a group may miss
+    most = sum(left.values()) // size + 1
+    return max(sum(left[k] for k in left if k <= missed) - missed * size for missed in range(most + 1))
 
 
 def total_tokens(group: Group) -> int:
@@ -246,22 +275,22 @@ def compose(
     prefer: Collection[str] = (),
     *,
     version: int,
-    max_staleness: int,
+    urgent: int,
     progress: float,
     seed: int,
     step: int,
 ) -> tuple[Group, ...]:
-    """Returns the chosen `count` of `groups`, in draw order. No group is more than `max_staleness` versions old.
+    """Returns the chosen `count` of `groups`, in draw order.
 
-    Groups that are `max_staleness - 1` versions old or older are taken first, the oldest before others. `prefer` names
-    options of the module's docstring. Without options, the remaining groups are taken in draw order.
+    The `urgent` oldest groups are taken first. `prefer` names options of the module's docstring. Without options, the
+    remaining groups are taken in draw order.
 
     `version` is the version of the trainer's weights, `progress` the share of the run's steps that are done.
     """
     ordered = sorted(groups, key=lambda group: group.prompt.draw)
     ages = [versions_behind(group, version) for group in ordered]
     everyone = range(len(ordered))
-    urgent = sorted((i for i in everyone if ages[i] >= max_staleness - 1), key=lambda i: (-ages[i], i))[:count]
+    oldest = sorted(everyone, key=lambda i: (-ages[i], i))[: min(urgent, count)]
     rng = np.random.default_rng([seed, step])
     ranking = list(everyone)
     if "stalest" in prefer:
@@ -275,7 +304,7 @@ def compose(
     kinds = [(g.prompt.source, frozenset(media.kind for media in g.prompt.media)) for g in ordered]
     strata = [(age * by_age, kind if by_kind else None) for age, kind in zip(ages, kinds, strict=True)]
     lengths = [math.log1p(total_tokens(group)) for group in ordered] if "lengths" in prefer else None
-    chosen = _choose(ranking, urgent, count, strata, lengths, rng)
+    chosen = _choose(ranking, oldest, count, strata, lengths, rng)
     return tuple(ordered[i] for i in sorted(chosen))
 
 
