@@ -206,6 +206,7 @@ def censored(mu: float, sigma: float, tokens: int) -> tuple[float, float, float,
 
 _HISTORY = 0.5  # weight of an earlier epoch's responses relative to the next epoch's
 _FOLLOW = 1 / 1024  # share of a response's deviation that moves `Level.shift`: policies learn to answer longer
+_REMEMBER = 0.99  # weight of earlier errors at each new response
 _CACHED = 1 << 16  # prompts whose features are cached
 
 
@@ -239,6 +240,7 @@ class LengthPredictor:
 
     def __init__(self, limit: int = 0) -> None:
         self.limit = limit
+        self._wrong, self._right = 0.0, 1e-9  # tokens by which recent predictions were wrong, and tokens that came
         # (draw, sample, ...) of responses that are not entered yet
         self._observed: list[tuple[int, int, Prompt, int, bool]] = []
         self._pooled = Level()
@@ -249,6 +251,11 @@ class LengthPredictor:
     def predict(self, prompt: Prompt, running: int = 0) -> float:
         """Predicts the length in tokens of an entire response to `prompt` that has `running` tokens and goes on."""
         return expected_tokens(*self._expected(prompt), running, self.limit)
+
+    @property
+    def error(self) -> float:
+        """The distance between recent predictions and lengths, as a share of the lengths; 0 without any."""
+        return self._wrong / self._right
 
     def ends_by(self, prompt: Prompt, tokens: int, running: int = 0) -> float:
         """Returns the probability that a running response with `running` tokens ends with at most `tokens`."""
@@ -281,6 +288,9 @@ class LengthPredictor:
         x, fixed, variance = self._regression(prompt, level)
         mu, sigma = _posterior(level, fixed, variance, known)
         n = known.count
+        if finished:
+            self._wrong = _REMEMBER * self._wrong + abs(expected_tokens(mu, sigma, 0, self.limit) - length)
+            self._right = _REMEMBER * self._right + length
         if finished and not 0 < self.limit <= length:
             expected = y = math.log(max(length, 1))
             weight = 1.0

@@ -28,6 +28,7 @@ from .run_settings import Settings
 T = TypeVar("T")
 I = TypeVar("I", bound=messages.Instruction)  # noqa: E741
 
+_SHOWN = [PromptStage.WAITING, PromptStage.DEFERRED, PromptStage.RUNNING, PromptStage.COMPLETE, PromptStage.SCORED]
 _LINES = 12  # lines of the log that an error shows
 
 
@@ -38,6 +39,10 @@ class SchedulingPolicy(Protocol):
     def decide(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         """Returns the next instructions, all possible in the present state. The coordinator asks again after every
         event, until no instruction is returned."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Returns numbers that show what the policy decides, by name."""
         ...
 
     def state_dict(self) -> State:
@@ -82,6 +87,7 @@ class Coordinator:
         self._log: deque[tuple[int, float, messages.Message]] = deque(maxlen=_LINES)
         self._last_evaluation = (-1, False)  # the step, and whether it was a full evaluation
         self._saved = -1  # step of the last checkpoint
+        self._dropped = 0  # groups of equal rewards since the start or resume
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -96,6 +102,19 @@ class Coordinator:
         if self.step >= self.settings.steps:
             return f"all {self.settings.steps} steps are done"
         return "the data is exhausted" if self.exhausted and not self.ledger.live else ""
+
+    def scheduling(self) -> dict[str, float]:
+        """Returns what the policy has decided: prompts by stage, groups that were dropped as they teach nothing, the
+        engines' devices and work, the error of predicted lengths, and the policy's own numbers."""
+        stages = {stage.value: self.ledger.count(stage) for stage in _SHOWN}
+        fleet = {
+            "degree": self.fleet.degree,
+            "lent": len(self.fleet.lent),
+            "running_responses": sum(self.fleet.running),
+        }
+        books = {"dropped": self._dropped, "length_error": self.lengths.error}
+        found = stages | fleet | books | getattr(self.policy, "metrics", dict)()
+        return {f"scheduling/{name}": float(value) for name, value in found.items()}
 
     @property
     def progress(self) -> float:
@@ -393,6 +412,7 @@ class Coordinator:
         if messages.Accumulate in self.awaiting:
             raise CoordinatorError("Train was decided before the gradients of an earlier Accumulate were there")
         ledger.train(order.groups)
+        self._dropped += ledger.dropped.total()
         ledger.dropped.clear()
         if not ledger.count(PromptStage.TRAINING):
             raise CoordinatorError(f"step {order.step} has nothing to train on")

@@ -26,6 +26,15 @@ from ..base.timeline import under_way, working_time
 if TYPE_CHECKING:
     from rollout.fleet_server import ServerStatus
 
+_POLICY = {  # metrics of scheduling, and what they are called where there is little room
+    "barriers": "barriers",
+    "long_rounds": "long rounds",
+    "deferred": "deferred",
+    "held": "held",
+    "dropped": "dropped",
+    "too_old": "too old",
+    "lent": "lent engines",
+}
 _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SECONDS = 5.0
 _PLAIN_HOSTS_SECONDS = 60.0
@@ -154,6 +163,8 @@ class Display:
             shown["speed"] = f"{metrics['tokens_per_second']:,.0f} tok/s"
         if "rollout_trainer_logprob_gap" in metrics:
             shown["gap"] = f"{metrics['rollout_trainer_logprob_gap']:.1e}"
+        if words := policy_words(metrics):
+            shown["policy"] = words
         if words := data_words(metrics):
             shown["data"] = words
         if words := reward_words(metrics):
@@ -174,6 +185,13 @@ class Display:
         scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
         table.add_row("[dim]trend", "".join(_SPARKS[int((value - low) * scale)] for value in self._rewards))
         return table
+
+
+def policy_words(metrics: Mapping[str, float]) -> str:
+    """Says how far generation runs ahead, and how many prompts and groups were put off or given up, if any."""
+    ratio, values = metrics.get("scheduling/async_ratio"), {k: metrics.get(f"scheduling/{k}", 0.0) for k in _POLICY}
+    words = [] if ratio is None else [f"async ratio {ratio:.2f}"]
+    return ", ".join([*words, *(f"{_POLICY[name]} {value:.0f}" for name, value in values.items() if value)])
 
 
 def data_words(metrics: Mapping[str, float]) -> str:

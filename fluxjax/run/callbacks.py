@@ -60,6 +60,7 @@ class Run(Protocol):
 class ReportedRun(Run, Protocol):
     """The parts of a `FluxTrainer` that its reporter needs."""
 
+    coordinator: Coordinator
     display: Display
     gang: Team
     metrics: MetricsLog
@@ -125,6 +126,7 @@ class Reporter(Observer):
         before, self._since = self._since, working_time()
         metrics["tokens_per_second"] = tokens / max(self._since - before, 1e-9)
         hosts = run.gang.statuses()
+        metrics |= run.coordinator.scheduling()
         metrics |= self._server_metrics() | run.pixels.metrics() | run.rewards.metrics()
         if hosts:
             told, self._told = run.gang.bytes_told - self._told, run.gang.bytes_told

@@ -211,6 +211,10 @@ class AdaptiveAsync(Base):
         steps = min(1 + self.ratio * self.settings.max_staleness, settings.steps - coordinator.step)
         return math.floor(steps * settings.prompts_per_step) - coordinator.ledger.live
 
+    def metrics(self) -> dict[str, float]:
+        names = {"barriers": self.barriers, "too_old": self.too_old, "steps_since_barrier": self.since_sync}
+        return {"async_ratio": self.ratio, "staleness": self.staleness} | names
+
     def state_dict(self) -> State:
         return {"pid": self._pid.state_dict()} | {name: getattr(self, name) for name in _SAVED}
 

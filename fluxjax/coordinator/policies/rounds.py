@@ -36,6 +36,9 @@ class Base:
     _failed: int = dataclasses.field(default=0, init=False)  # prompts given up in a row, with no response in between
     _accepted: int = dataclasses.field(default=0, init=False)  # `Ledger.accepted` when the last prompt was given up
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def _urgent(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         """Returns the instructions that are due at once, in any situation."""
         ledger = coordinator.ledger

@@ -140,6 +140,9 @@ class TailBatching(Rounds):
         unscored = self._needed(coordinator) - self._count(coordinator, PromptStage.SCORED, PromptStage.TRAINING)
         return max(unscored, 0) + self._held_unscored(coordinator)
 
+    def metrics(self) -> dict[str, float]:
+        return {"short_rounds": self.rounds["short"], "long_rounds": self.rounds["long"], "held": len(self.held)}
+
     def state_dict(self) -> State:
         return {"rounds": dict(self.rounds), "held": sorted(self.held)}
 
