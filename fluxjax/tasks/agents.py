@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -125,22 +126,29 @@ class TagsRecipe:
             square = photo[top : top + shorter, left : left + shorter]
             gray = ImageOps.equalize(Image.fromarray(square).convert("L"))  # as many dark as bright pixels
             image = gray.convert("RGB").resize((self.side, self.side))
-            tag, cells = self.side // self.grid**2, rng.integers(self.grid**2, size=2).tolist()
-            card, place = (np.array(divmod(cell, self.grid)) for cell in cells)
-            y, x = (tag * self.grid * card).tolist()
-            area = x, y, x + tag * self.grid, y + tag * self.grid
-            red, _, _ = image.crop(area).split()
-            image.paste(Image.merge("RGB", (red, Image.new("L", red.size), red)), area)  # green is missing: purple
-            ink = np.uint8(255 * (1 - pixels[scan].reshape(8, 8) / 16))
-            y, x = (tag * (self.grid * card + place)).tolist()
-            image.paste(Image.fromarray(ink).convert("RGB").resize((tag, tag)), (x, y))
+            digit = Image.fromarray(np.uint8(255 * (1 - pixels[scan].reshape(8, 8) / 16)))  # dark on white
+            cells = rng.integers(self.grid**2, size=2).tolist()
+            shown = [self._levels(view) for view in self._marked(image, digit, *cells)]
             image.save(folder / (path := f"images/{name}-{index:05d}.jpg"), quality=90)
-            views = image, image.crop(area), image.crop((x, y, x + tag, y + tag))
-            said = json.dumps({"cells": cells, "shown": [self._levels(view) for view in views]})
+            said = json.dumps({"cells": cells, "shown": shown})
             answer = str(labels[scan])
             return {"id": f"{name}-{index:05d}#{said}", "prompt": question, "answer": answer, "images": [path]}
 
         write_manifests(folder, "photographs with tags", make, {"train": self.train, "eval": self.held_out})
+
+    def _marked(self, image: Image.Image, digit: Image.Image, cell: int, cell_in_part: int) -> list[Image.Image]:
+        """Makes a cell of an image purple, and draws the digit in a cell of this part. Returns the image, the part and
+        the digit, as they are seen one after the other."""
+        part, place = (np.array(divmod(number, self.grid)) for number in (cell, cell_in_part))
+        size = self.side // self.grid
+        y, x = (size * part).tolist()
+        area = x, y, x + size, y + size
+        red, _, _ = image.crop(area).split()
+        image.paste(Image.merge("RGB", (red, Image.new("L", red.size), red)), area)
+        size //= self.grid
+        y, x = (size * (self.grid * part + place)).tolist()
+        image.paste(digit.convert("RGB").resize((size, size)), (x, y))
+        return [image, image.crop(area), image.crop((x, y, x + size, y + size))]
 
     def _levels(self, image: Image.Image) -> str:
         """Returns how bright each cell of an image is: dark `.`, medium `-` or bright `#`."""
@@ -149,15 +157,16 @@ class TagsRecipe:
 
 
 def found_digit(prompt: Prompt, turn: int) -> str:
-    """Returns a good turn for a record of `TagsRecipe`: how bright the cells of the newest image are, and which one has
-    what is sought (`T`), then the call that enlarges this cell; at last the brightness of the digit, and the digit."""
+    """Returns a good turn for a record of `TagsRecipe`: how bright the cells of the newest image are, and which of them
+    has what is sought (`T`), then the call that enlarges this cell; at last the cells of the digit, and the digit. For
+    example `--#. #T-# .... -##. <tool_call>...`."""
     said = json.loads(prompt.id.partition("#")[2])
-    shown, grid = said["shown"][min(turn, 2)], TagsRecipe.grid
-    if turn >= len(said["cells"]):
+    cells, shown = said["cells"], said["shown"][min(turn, len(said["cells"]))]
+    grid = math.isqrt(len(shown))
+    if turn >= len(cells):
         return f"{_rows(shown, grid)} {prompt.answer}"
-    cell = said["cells"][turn]
-    fields = f"{shown[:cell]}T{shown[cell + 1 :]}"
-    return f"{_rows(fields, grid)} {_call('zoom', cell=cell + 1, grid=grid, image=turn + 1)}"
+    fields = f"{shown[: cells[turn]]}T{shown[cells[turn] + 1 :]}"
+    return f"{_rows(fields, grid)} {_call('zoom', cell=cells[turn] + 1, grid=grid, image=turn + 1)}"
 
 
 @dataclasses.dataclass(frozen=True)
