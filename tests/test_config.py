@@ -100,6 +100,28 @@ def test_what_a_file_prepares_for_another_choice_is_told_and_not_refused():
     assert remarks(config) == ["settings without effect here, because algorithm.name is grpo: critic.lr"]
 
 
+@pytest.mark.parametrize("field", ["optim.lr", "warm_start.lr"])
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("linear(2.0, 0)", "must be in [0, 1]"),
+        ("pid(metric=entropy, target=0.6, low=0.1, high=0.5)", "can't depend on metrics"),
+        ("cosine(1e-3", "allowed are"),
+        ("math: 0.1; *: 0.2", "one value for all sources"),
+    ],
+)
+def test_a_schedule_that_is_no_learning_rate_is_refused(field: str, value: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        cli.load(["--config=configs/text.py", "--config.optim.schedule=constant", f"--config.{field}={value}"])
+    assert field in str(caught.value) and expected in str(caught.value)
+    cli.load(["--config=configs/text.py", "--config.optim.schedule=constant", f"--config.{field}=cosine(1e-3, 0)"])
+
+
+def test_two_courses_of_a_learning_rate_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"optim\.schedule must be constant, not linear"):
+        cli.load(["--config=configs/text.py", "--config.optim.lr=cosine(1e-3, 0)"])
+
+
 @pytest.mark.parametrize(("devices", "most"), [(12, 4), (96, 32), (7, 1)])
 def test_devices_that_are_no_power_of_two_bound_how_far_sequences_are_spread(devices: int, most: int) -> None:
     config = Config()

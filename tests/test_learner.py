@@ -420,3 +420,16 @@ def test_learning_rate(schedule, warmup):
     shape = {Schedule.CONSTANT: np.ones_like(progress), Schedule.LINEAR: 1 - progress}
     shape[Schedule.COSINE] = (1 + np.cos(np.pi * progress)) / 2
     np.testing.assert_allclose(rates[warmup:], lr * shape[schedule], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_learning_rate_may_be_a_schedule(warmup: int, jitted: bool):
+    steps, optim = 20, OptimConfig(lr="cosine(0.5, 0.1)", warmup_steps=warmup)
+    rate: Any = learning_rate(optim, steps)
+    rate = jax.jit(rate) if jitted else rate
+    with jax.numpy_dtype_promotion("standard"):
+        rates = np.array([np.asarray(rate(jnp.int32(step))).item() for step in range(steps + 3)])
+    np.testing.assert_allclose(rates[:warmup], 0.5 * np.arange(1, warmup + 1) / 4, rtol=1e-6)
+    progress = np.minimum(np.arange(steps + 3 - warmup) / (steps - warmup), 1.0)
+    np.testing.assert_allclose(rates[warmup:], 0.3 + 0.2 * np.cos(np.pi * progress), rtol=1e-5)

@@ -50,7 +50,7 @@ from .learning import ImportanceConfig as ImportanceConfig
 from .learning import ImportanceLevel as ImportanceLevel
 from .learning import KlEstimator as KlEstimator
 from .learning import LossAggregation as LossAggregation
-from .schedules import make_schedules
+from .schedules import make_schedules, rate_schedule
 from .servers import RolloutEngine, Route, ServersConfig, WeightsConfig
 
 
@@ -142,7 +142,7 @@ class WarmStartConfig(Section):
 
     steps: int = not_negative(0)  # 0: no warm start
     batch_size: int = positive(64)  # records of a step
-    lr: float = positive(2e-3)  # the learning rate
+    lr: float | str = scheduled(2e-3, "[0, 1]")  # the learning rate, or its schedule
 
 
 @dataclasses.dataclass(slots=True)
@@ -187,7 +187,7 @@ class RolloutConfig(Section):
 
 @dataclasses.dataclass(slots=True)
 class OptimConfig(Section):
-    lr: float = positive(1e-3)  # the learning rate, after its warmup
+    lr: float | str = scheduled(1e-3, "[0, 1]")  # the learning rate after its warmup, or its schedule from there on
     schedule: Schedule = Schedule.CONSTANT  # course of the learning rate over the run
     warmup_steps: int = not_negative(0)  # steps in which the learning rate rises from 0
     betas: tuple[float, float] = pair((0.9, 0.99), "[0, 1)", "[0, 1)")  # decay of Adam's first and second moment
@@ -458,6 +458,13 @@ class Config(Section):
                 "not trained on; lower replay.max_age or raise policy.max_staleness"
             )
         make_schedules(self)
+        for field, lr in (("optim.lr", self.optim.lr), ("warm_start.lr", self.warm_start.lr)):
+            rate_schedule(lr, field)
+        if isinstance(self.optim.lr, str) and self.optim.schedule is not Schedule.CONSTANT:
+            raise ConfigError(
+                f"optim.lr is the schedule {self.optim.lr!r}, so optim.schedule must be constant, not "
+                f"{self.optim.schedule.value}"
+            )
 
 
 STRATEGIES: Mapping[str, type] = ShardingConfig.__dataclass_fields__["strategy"].metadata["choices"]

@@ -234,6 +234,15 @@ def make_schedules(config: Config) -> dict[str, RunSchedule]:
     return schedules
 
 
+def rate_schedule(rate: float | str, field: str) -> RunSchedule:
+    """Returns the course of a learning rate, in [0, 1], over a run. Raises `ConfigError`, naming the field, for a text
+    that is no schedule, and for one that depends on metrics."""
+    schedule = parse(rate, field, 0.0, 1.0, per_prompt=False) if isinstance(rate, str) else Ramp(rate, rate)
+    if isinstance(schedule, Pid):
+        raise ConfigError(f"{field} is {rate!r}; a learning rate can't depend on metrics: use linear, cosine or phases")
+    return schedule
+
+
 def parse(
     text: str, field: str, low: float = -math.inf, high: float = math.inf, *, per_prompt: bool = True
 ) -> RunSchedule:

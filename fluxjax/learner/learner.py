@@ -34,6 +34,7 @@ from ..algorithms.loss import TALLIED, importance_metrics
 from ..base.types import TrainBatch
 from ..batch.composition import Microbatch
 from ..config import ODC, Config, ConfigError, OptimConfig, Schedule
+from ..config.schedules import rate_schedule
 from .gradients import GAP, Gradients, Outcome, Scores, TokenLoss, TrainingPhase, on_every_device
 
 if TYPE_CHECKING:
@@ -309,18 +310,21 @@ def of_all_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def learning_rate(optim: OptimConfig, steps: int) -> optax.Schedule:
     """Returns the learning rate by optimizer step, which counts from 0. A linear warm-up starts above zero. The rate
-    after the warm-up is constant, or decays to zero at `steps`."""
-    decay_steps = max(steps - optim.warmup_steps, 1)
-    if optim.schedule is Schedule.LINEAR:
-        decay = optax.linear_schedule(optim.lr, 0.0, decay_steps)
+    after the warm-up is constant, follows its own schedule, or decays to zero at `steps`."""
+    decay_steps, course = max(steps - optim.warmup_steps, 1), rate_schedule(optim.lr, "optim.lr")
+    lr = course.value(0.0)
+    if isinstance(optim.lr, str):
+        rates = np.array([course.value(step / decay_steps) for step in range(decay_steps + 1)], np.float32)
+        decay: optax.Schedule = lambda step: jnp.asarray(rates)[jnp.minimum(step, decay_steps)]  # noqa: E731
+    elif optim.schedule is Schedule.LINEAR:
+        decay = optax.linear_schedule(lr, 0.0, decay_steps)
     elif optim.schedule is Schedule.COSINE:
-        decay = optax.cosine_decay_schedule(optim.lr, decay_steps)
+        decay = optax.cosine_decay_schedule(lr, decay_steps)
     else:
-        decay = optax.constant_schedule(optim.lr)
+        decay = optax.constant_schedule(lr)
     if optim.warmup_steps == 0:
         return decay
-    first = optim.lr / optim.warmup_steps
-    warmup = optax.linear_schedule(first, optim.lr, max(optim.warmup_steps - 1, 1))
+    warmup = optax.linear_schedule(lr / optim.warmup_steps, lr, max(optim.warmup_steps - 1, 1))
     return optax.join_schedules([warmup, decay], [optim.warmup_steps])
 
 
