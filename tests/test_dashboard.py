@@ -70,6 +70,7 @@ def exported(tmp_path_factory) -> Iterator[str]:
         "fluxjax_hosts_slowest 1.0",
         'fluxjax_preprocessor_up{preprocessor="preprocessor-1"} 0.0',
         "fluxjax_data_waited 0.25",
+        "fluxjax_scheduling_degree 1.0",
     ],
 )
 @pytest.mark.slow
@@ -96,7 +97,7 @@ def test_every_panel_can_be_read():
     [variable] = DASHBOARD["templating"]["list"]
     assert (variable["type"], variable["query"]) == ("datasource", "prometheus")
     rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
-    assert rows == ["Training", "Rollout", "Processes", "Data"]
+    assert rows == ["Training", "Rollout", "Processes", "Data", "Policy"]
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     for panel in PANELS:
         assert panel["title"] and panel["description"] and panel["fieldConfig"]["defaults"]["unit"], panel["id"]
