@@ -23,11 +23,12 @@ import json
 import math
 import re
 import signal
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from ..base.errors import ConfigError, DataError
 from ..base.scored import Completion, Prompt, Reward
-from ..config.bounds import positive
+from ..config.bounds import check_fields, positive
 from . import inside
 from .named import BuiltIn
 from .sandbox import Outcome, Sandbox, SandboxJob, SandboxLimits, find_sandbox
@@ -68,6 +69,22 @@ class TimeLimits:
 
 
 _OBJECT = {"object": True}
+L = TypeVar("L", TimeLimits, SandboxLimits)
+
+
+def _made(kind: type[L], given: L | Mapping[str, Any], name: str) -> L:
+    """Returns the object whose fields a configuration has given, or the object that was given. Raises `ConfigError`."""
+    if not isinstance(given, Mapping):
+        return given
+    fields = [field.name for field in dataclasses.fields(kind) if field.name != "anchors"]
+    if unknown := sorted(set(given) - set(fields)):
+        raise ConfigError(f"reward code: {name} has no {', '.join(unknown)}; it has {', '.join(fields)}")
+    try:
+        made = kind(**given)
+    except TypeError as error:
+        raise ConfigError(f"reward code: {name} is {dict(given)}: {error}") from None
+    check_fields(made, f"reward code: {name}.")
+    return made
 
 
 @dataclasses.dataclass(eq=False)
@@ -83,8 +100,8 @@ class CodeReward(BuiltIn):
     python: str = ""  # the interpreter of tests and code; empty: this process's interpreter
     packages: bool = False  # tests and code may import site packages; the interpreter then starts more slowly
     slots: int = positive(8)  # responses that are tested at a time
-    # Limits of a job. `time_limits` replaces the seconds and the processor time of `limits`. The size of a program's
-    # expected output is added to `limits.output`.
+    # Limits of a job, objects or dictionaries of their fields. `time_limits` replaces the seconds and the processor time
+    # of `limits`. The size of a program's expected output is added to `limits.output`.
     limits: SandboxLimits = dataclasses.field(default_factory=SandboxLimits, metadata=_OBJECT)
     time_limits: TimeLimits = dataclasses.field(default_factory=TimeLimits, metadata=_OBJECT)
     seconds: float = positive(45.0)  # seconds for all inputs of a program; must be below the bound of kind `code`
@@ -92,6 +109,8 @@ class CodeReward(BuiltIn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.limits = _made(SandboxLimits, self.limits, "limits")
+        self.time_limits = _made(TimeLimits, self.time_limits, "time_limits")
         if isinstance(self.sandbox, str):
             self._sandbox = find_sandbox(self.sandbox, self.python or None, self.slots)
         else:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import textwrap
 
 import pytest
@@ -9,6 +10,7 @@ from sandboxes import bubblewrap
 
 from fluxjax.base.errors import ConfigError, DataError
 from fluxjax.base.types import Completion, Prompt
+from fluxjax.rewards import find_reward
 from fluxjax.rewards.code import CodeReward, TimeLimits
 from fluxjax.rewards.sandbox import Outcome, SandboxLimits
 
@@ -467,6 +469,35 @@ class TestTimeLimits:
         score(first, self.TASK, "3")
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         assert second.time_limits.seconds("code/1#1") == 6.0 and second.state_dict() == first.state_dict()
+
+    def test_limits_of_a_configuration(self):
+        arguments = {
+            "time_limits": {"factor": 3.0, "maximum": 9.0},
+            "limits": {"processes": 7},
+            "sandbox": "subprocess",
+        }
+        reward = find_reward("code", arguments=arguments)
+        assert reward.time_limits == TimeLimits(2.0, 3.0, 9.0) and reward.limits == SandboxLimits(processes=7)
+        reward.time_limits.learn("x", 2.5)
+        assert reward.time_limits.seconds("x") == 7.5 and reward.time_limits.seconds("y") == 9.0
+
+    @pytest.mark.parametrize(
+        ("limits", "expected"),
+        [
+            ({"factors": 3.0}, "time_limits has no factors; it has minimum, factor, maximum, adaptive"),
+            ({"factor": "3"}, "time_limits is {'factor': '3'}"),
+            ({"adaptive": 3}, "time_limits.adaptive"),
+            ({"factor": 0.5}, "at least 1"),
+        ],
+    )
+    def test_wrong_limits_of_a_configuration_are_named(self, limits, expected):
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            find_reward("code", arguments={"time_limits": limits})
+
+    def test_the_defaults_are_those_of_the_documents(self):
+        limits = TimeLimits()
+        limits.learn("x", 5.0)
+        assert limits.seconds("x") == 10.0 and limits.seconds("y") == 30.0
 
     @pytest.mark.parametrize("settings", [(0.0, 2.0, 3.0), (4.0, 2.0, 3.0), (1.0, 0.5, 3.0), (1.0, 2.0, float("inf"))])
     def test_limits_that_make_no_sense(self, settings):
