@@ -32,6 +32,8 @@ EPISODES = "fluxjax/runtime/episodes.py"
 VIEWS = "fluxjax/base/scored.py"
 COMPOSER = "fluxjax/batch/composer.py"
 INPUTS = "models/inputs.py"
+REWARDS = "fluxjax/simulation/reward_stage.py"
+CODE = "fluxjax/rewards/code.py"
 
 # fmt: off
 MUTANTS = [
@@ -248,5 +250,10 @@ MUTANTS = [
            "self.schedules.get(source) or self.schedules.get(OTHERS)", "next(iter(self.schedules.values()))"),
     Mutant("controllers learn nothing", SCHEDULES,
            "if self.metric in metrics:", "if self.metric not in metrics and False:"),
+    # --- rewards, simulated and real ---------------------------------------------------------------
+    Mutant("sandboxes may run for long", REWARDS, "LEAST, RELAXED = 2.0, 1.5", "LEAST, RELAXED = 2.0, 3.0"),
+    Mutant("judges are not on every GPU", REWARDS, "settings.gpus if self.scheduled else settings", "settings"),
+    Mutant("wrong code is an anchor", REWARDS, "if reward.correct and sandbox:", "if sandbox:"),
+    Mutant("code may take five times its anchor", CODE, "factor: float = 2.0", "factor: float = 5.0"),
 ]
 # fmt: on

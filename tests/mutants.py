@@ -30,7 +30,10 @@ from mutant_list import MUTANTS, Mutant
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FIRST = ("tests/coordinator/test_synchronous_rules.py", "tests/coordinator/test_promises.py")  # what finds most
-LAST = ("tests/simulation/test_promised_histories.py", "tests/test_schedules.py", "tests/test_views.py")
+LAST = (
+    *("tests/simulation/test_promised_histories.py", "tests/simulation/test_reward_stage.py"),
+    *("tests/test_schedules.py", "tests/test_views.py", "tests/rewards/test_code.py"),
+)
 COPIED = ("fluxjax", "models", "rollout", "sharding", "configs", "tests", "pyproject.toml")
 FEWER_PASSES = "--xla_cpu_use_fusion_emitters=false"  # as in conftest.py, which would try it in a process of its own
 MINUTES = 10  # after which a mutant that makes the tests hang counts as noticed

@@ -8,10 +8,14 @@ from collections.abc import Mapping
 
 from ..config import Config, DynamicSampling
 
-# A round of decoding reads all weights, which takes as long as computing about this many tokens (an H100 in bfloat16 at
-# half of its rate). So the fewer responses share a round, the less a token of a prompt is beside a generated token.
-_READ_AS = 128
+_READ_AS = 128  # tokens whose computation takes as long as reading all weights (an H100 in bfloat16, half of its rate)
 _NAMED = 3  # the number of a source's most frequent rewards that a complaint names
+
+
+def prompt_work(batch: int) -> float:
+    """Returns the work of computing a token of a prompt, in generated tokens. A round of decoding reads all weights, so
+    that a generated token is the more work, the fewer (`batch`) share a round."""
+    return batch / (batch + _READ_AS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Settings:
             degree=config.parallelism.degree,
             max_new_tokens=config.rollout.max_new_tokens,
             kv_tokens=kv_tokens,
-            prompt_work=config.rollout.slots / (config.rollout.slots + _READ_AS),
+            prompt_work=prompt_work(config.rollout.slots),
             kv_reserved=kv_tokens // config.rollout.slots,  # so that no more responses run than there are slots
             evaluate_every=config.evaluation.every,
             checkpoint_every=config.checkpoint.every,

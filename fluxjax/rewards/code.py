@@ -100,8 +100,8 @@ class CodeReward(BuiltIn):
     python: str = ""  # the interpreter of tests and code; empty: this process's interpreter
     packages: bool = False  # tests and code may import site packages; the interpreter then starts more slowly
     slots: int = positive(8)  # responses that are tested at a time
-    # Limits of a job, objects or dictionaries of their fields. `time_limits` replaces the seconds and the processor time
-    # of `limits`. The size of a program's expected output is added to `limits.output`.
+    # Limits of a job, objects or dictionaries of their fields. `time_limits` replaces the seconds and the processor
+    # time of `limits`. The size of a program's expected output is added to `limits.output`.
     limits: SandboxLimits = dataclasses.field(default_factory=SandboxLimits, metadata=_OBJECT)
     time_limits: TimeLimits = dataclasses.field(default_factory=TimeLimits, metadata=_OBJECT)
     seconds: float = positive(45.0)  # seconds for all inputs of a program; must be below the bound of kind `code`

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ..coordinator import PromptStage, messages
 from ..coordinator.factory import make_coordinator
+from ..coordinator.run_settings import prompt_work
 from .options import SimulateConfig
 from .virtual_cluster import Cluster, StepRecord, Watch
 
@@ -19,7 +20,8 @@ from .virtual_cluster import Cluster, StepRecord, Watch
 def make_cluster(config: SimulateConfig, watch: Watch | None = None) -> Cluster:
     """Makes a cluster with the coordinator and the policy of a run of this configuration."""
     cache = config.simulation.hardware().kv_limit(config.simulation.degree)
-    return Cluster(config, make_coordinator(config, kv_tokens=cache, kv_reserved=0), watch)
+    changes = {"kv_tokens": cache, "kv_reserved": 0, "prompt_work": prompt_work(config.simulation.max_running)}
+    return Cluster(config, make_coordinator(config, **changes), watch)
 
 
 def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
