@@ -120,8 +120,6 @@ MUTANTS = [
            "return [Train(coordinator.step + 1, chosen)]",
            "return [Train(coordinator.step + 1, tuple(candidates[:needed]))]"),
     Mutant("the composer's seed", ASYNC, "seed=self.seed,", "seed=0,"),
-    Mutant("the composer's version", ASYNC,
-           "version=version,\n            urgent", "version=version - 1,\n            urgent"),
     Mutant("staleness without the KL", ASYNC, 'metrics.get("staleness/kl", 0.0)', "0.0"),
     Mutant("staleness without the variance", ASYNC, 'metrics.get("staleness/variance", 0.0)', "0.0"),
     Mutant("staleness without the gap", ASYNC, 'metrics.get("staleness/lag_mean", 0.0)', "0.0"),
