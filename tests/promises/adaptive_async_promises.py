@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from fluxjax.base.types import ENVIRONMENT
 from fluxjax.config import AdaptiveAsyncConfig, Config
 from fluxjax.config.schedules import Pid
 from fluxjax.coordinator.ledger import PromptStage
@@ -71,7 +72,8 @@ class AdaptiveAsyncPromises(Promises):
 
     def _all_in_time(self, new: Sequence[int]) -> bool:
         """Says whether all groups, with those that begin now (`new`), can be trained on in time."""
-        births = [seen.born for seen in self.books.at(*UNDER_WAY, PromptStage.SCORED)]
+        births = [seen.born for seen in self.books.at(*UNDER_WAY)]
+        births += map(self._birth, self.books.at(PromptStage.SCORED))
         first = self.books.version + (Train in self.books.awaiting) - self.options.max_staleness
         return all(first + i // self.needed <= born for i, born in enumerate(sorted([*births, *new])))
 
@@ -106,7 +108,7 @@ class AdaptiveAsyncPromises(Promises):
         return next(n for n in range(len(births) + 1) if all(self._in_time([*births[n:], *under_way])))
 
     def _birth(self, seen: Seen) -> int:
-        versions = [version for response in seen.ended.values() for version in response.versions]
+        versions = [v for response in seen.ended.values() for v in response.versions if v != ENVIRONMENT]
         return min(versions, default=self.books.version)
 
     def _chosen(self, order: Train) -> None:

@@ -198,12 +198,11 @@ class AdaptiveAsync(Base):
 
     def _in_time(self, coordinator: Coordinator, entries: Sequence[Entry], served: int) -> bool:
         """Says whether all groups can be trained on in time if `entries` begin under the weights `served`."""
-        births = [served] * len(entries) + [
-            entry.born for entry in coordinator.ledger.at(PromptStage.SCORED, *_UNDER_WAY)
-        ]
-        size, limit = coordinator.settings.prompts_per_step, self.settings.max_staleness
+        ledger, size, limit = coordinator.ledger, coordinator.settings.prompts_per_step, self.settings.max_staleness
         version = coordinator.version + (Train in coordinator.awaiting)  # of the step that these groups may be in
-        return version - served <= limit and due((version - born for born in births), limit, size) <= size
+        ages = [version - served] * len(entries) + [version - entry.born for entry in ledger.at(*_UNDER_WAY)]
+        ages += [versions_behind(entry.group(), version) for entry in ledger.at(PromptStage.SCORED)]
+        return version - served <= limit and due(ages, limit, size) <= size
 
     def _room(self, coordinator: Coordinator) -> int:
         """Returns the number of prompts that may be submitted now."""
