@@ -100,7 +100,7 @@ def test_a_step_equals_its_optimizer_steps_by_hand(case, decoupled):
     np.testing.assert_allclose(flat(got), flat(want), rtol=0, atol=0.0 if not decoupled else 1e-7)
     assert (got.version, want.version) == (VERSION + 1, VERSION + 4)
     assert metrics["updates"] == 4.0 and metrics["lr"] == steps[-1]["lr"]
-    assert metrics["lr"] == pytest.approx(config.optim.lr * (1 - 3 / 80))  # the schedule counts optimizer steps
+    assert metrics["lr"] == pytest.approx(float(config.optim.lr) * (1 - 3 / 80))  # the schedule counts optimizer steps
     assert metrics["trained_tokens"] == sum(step["trained_tokens"] for step in steps)
     assert metrics["packing/microbatches"] == 2.0
     if decoupled:

@@ -60,7 +60,6 @@ class Run(Protocol):
 class ReportedRun(Run, Protocol):
     """The parts of a `FluxTrainer` that its reporter needs."""
 
-    coordinator: Coordinator
     display: Display
     gang: Team
     metrics: MetricsLog

@@ -95,7 +95,8 @@ class AdaptiveAsyncPromises(Promises):
         """Checks that a response that still runs when the run ends keeps its tokens, and that nothing else is parked:
         no group becomes too old once it is generated and scored."""
         seen = self.books.prompts[order.prompt.draw]
-        self.expect(order.keep and (self.ending or self.books.stop), f"draw {seen.draw} ({seen.stage.value}) is parked")
+        last = bool(self.ending or self.books.stop)
+        self.expect(order.keep and last, f"draw {seen.draw} ({seen.stage.value}) is parked")
 
     def _in_time(self, births: Sequence[int]) -> Sequence[bool]:
         """Says of groups, the oldest first, whether they are in time if later steps train on them in this order."""
