@@ -105,6 +105,8 @@ def test_what_a_file_prepares_for_another_choice_is_told_and_not_refused():
     ("value", "expected"),
     [
         ("linear(2.0, 0)", "must be in [0, 1]"),
+        ("0", "above 0"),
+        ("cosine(0, 0)", "above 0"),
         ("pid(metric=entropy, target=0.6, low=0.1, high=0.5)", "can't depend on metrics"),
         ("cosine(1e-3", "allowed are"),
         ("math: 0.1; *: 0.2", "one value for all sources"),

@@ -26,7 +26,7 @@ from fluxjax.config.data import DataConfig
 from fluxjax.data.flight_server import FlightServer
 from fluxjax.data.local_store import LocalStore, StoreStats
 from fluxjax.data.materializer import Materialized
-from fluxjax.report.display import Display, data_words
+from fluxjax.report.display import Display, data_words, policy_words
 from fluxjax.report.metrics import read
 from fluxjax.report.pictures import MOST_NAMED, MediumBar, bars_of, look_lanes, media_picture, of_steps
 from fluxjax.report.prometheus import PreprocessorCollector
@@ -137,6 +137,14 @@ def test_words_say_something_or_nothing():
     metrics = {"data/waited": 0.012, "data/decoded_frames_per_second": 340.2, "data/fetched_mb": 12.4}
     assert data_words(metrics) == "waits 0.01 s, decodes 340 frames/s, fetches 12 MB"
     assert data_words(metrics | {"data/decoded_frames_per_second": 0.0}) == "waits 0.01 s, fetches 12 MB"
+
+
+def test_words_about_a_policy_name_what_is_not_nothing():
+    names = {"degree": 1.0, "running": 3.0, "barriers": 2.0, "too_old": 0.0, "deferred": 0.0, "dropped": 4.0}
+    metrics = {f"scheduling/{name}": value for name, value in names.items()}
+    assert policy_words({}) == policy_words({"scheduling/degree": 1.0}) == ""
+    assert policy_words(metrics) == "barriers 2, dropped 4"
+    assert policy_words(metrics | {"scheduling/async_ratio": 0.5}) == "async ratio 0.50, barriers 2, dropped 4"
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -240,6 +240,8 @@ def rate_schedule(rate: float | str, field: str) -> RunSchedule:
     schedule = parse(rate, field, 0.0, 1.0, per_prompt=False) if isinstance(rate, str) else Ramp(rate, rate)
     if isinstance(schedule, Pid):
         raise ConfigError(f"{field} is {rate!r}; a learning rate can't depend on metrics: use linear, cosine or phases")
+    if not schedule.bounds[1]:
+        raise ConfigError(f"{field} is {rate!r}; it must be above 0 somewhere")
     return schedule
 
 

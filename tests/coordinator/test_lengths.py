@@ -48,6 +48,17 @@ class TestSynthetic:
         assert 450 < median < 700 and 900 < np.quantile(lengths, 0.75) < 1400
         assert 20 < np.max(lengths[:1024]) / median < 35
 
+    def test_the_error_of_predictions_is_known(self) -> None:
+        """Equal lengths are predicted ever better; a length that nobody expects is an error again."""
+        prompt, predictor = Prompt("p", "math", "?", "!"), LengthPredictor(limit=5000)
+        assert predictor.error == 0.0
+        errors = []
+        for draw, length in enumerate([100] * 300 + [3000] * 3):
+            predictor.observe(dataclasses.replace(prompt, id=f"p{draw}", draw=draw), length)
+            predictor.predict(dataclasses.replace(prompt, draw=draw))
+            errors.append(predictor.error)
+        assert errors[0] > errors[50] > errors[299] > 0 and errors[299] < 0.3 < errors[302]
+
     @pytest.mark.slow
     def test_held_out_prompts(self, workload, predictor) -> None:
         found, baseline = correlations(predictor, workload[:1000], workload[1000:])
