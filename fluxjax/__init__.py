@@ -1,7 +1,9 @@
 """fluxjax: reinforcement-learning post-training of vision-language models in JAX."""
 
+import importlib
 import importlib.util
 import pathlib
+from typing import Any
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -24,3 +26,20 @@ def _guard_siblings() -> None:
 
 
 _guard_siblings()
+
+_EXPORTED = {  # what `from fluxjax import NAME` imports, when it is asked for: `import fluxjax` loads no JAX
+    "FluxTrainer": "run.trainer",
+    "FluxConfig": "published",
+    "RewardConfig": "published",
+    "RewardFunction": "published",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTED:
+        raise AttributeError(f"module 'fluxjax' has no attribute {name!r}", name=name)
+    return getattr(importlib.import_module(f"fluxjax.{_EXPORTED[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_EXPORTED]

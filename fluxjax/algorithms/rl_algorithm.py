@@ -69,7 +69,8 @@ class RLAlgorithm:
 
 
 def adapted(implementation: Any, field: str) -> RLAlgorithm:
-    """Returns an algorithm from a class (called without arguments), an object or a module. Raises `ConfigError`, naming
+    """Returns an algorithm from a class (called without arguments), an object or a module; `ShortForm` for one that has
+    only `compute_loss(batch, weights_BT)`. Raises `ConfigError`, naming
     the configuration's `field`, for anything that lacks the functions of an algorithm."""
     if isinstance(implementation, type):
         try:
@@ -79,6 +80,10 @@ def adapted(implementation: Any, field: str) -> RLAlgorithm:
                 f"{field}: {implementation.__name__}() raised {type(error).__name__}: {error}; a class is called "
                 "without arguments, so name an object of the class instead"
             ) from error
+    if callable(getattr(implementation, "compute_loss", None)) and not _defines_loss(implementation):
+        from .short_form import ShortForm
+
+        return ShortForm(implementation)
     required = (*_REQUIRED, "couple") if getattr(implementation, "coupled", False) else _REQUIRED
     for name in required:
         method = getattr(type(implementation), name, None)
@@ -93,6 +98,10 @@ def adapted(implementation: Any, field: str) -> RLAlgorithm:
     members = [name for name in vars(RLAlgorithm) if not name.startswith("_") and hasattr(implementation, name)]
     vars(algorithm).update({name: getattr(implementation, name) for name in members})
     return algorithm
+
+
+def _defines_loss(implementation: Any) -> bool:
+    return getattr(type(implementation), "token_loss", RLAlgorithm.token_loss) is not RLAlgorithm.token_loss
 
 
 ALGORITHMS: Mapping[str, RLAlgorithm] = ByName(
@@ -124,7 +133,9 @@ def find_algorithm(cfg: AlgorithmConfig) -> RLAlgorithm:
     if cfg.name in ALGORITHMS:
         return ALGORITHMS[cfg.name]
     cfg.validate()
-    found = imported(cfg.name, "algorithm.name", lambda value: hasattr(value, "token_loss"))
+    found = imported(
+        cfg.name, "algorithm.name", lambda value: hasattr(value, "token_loss") or hasattr(value, "compute_loss")
+    )
     return adapted(found, f"algorithm.name={cfg.name}")
 
 

@@ -232,10 +232,24 @@ def digest_of(source: Source) -> str:
     return digest.hexdigest()
 
 
-def given(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, Source]:
-    """Returns the sources that the prompts name. Raises `DataError` for a name that the configuration lacks."""
+def given(prompts: Sequence[Prompt | str], config: DataConfig) -> dict[str, Source]:
+    """Returns the sources that the prompts name. Texts are prompts of the configuration's only source, without an
+    answer. Raises `DataError` for a name that the configuration lacks, and for what is no prompt."""
+    if isinstance(prompts, str):
+        raise DataError("prompts is one text; give a list of texts or prompts")
     by_source: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            if len(config.sources) != 1:
+                known = ", ".join(config.sources) or "none"
+                raise DataError(
+                    f"prompt {number} is a text, which needs one source in data.sources; there are: {known}"
+                )
+            prompt = Prompt(str(number), next(iter(config.sources)), prompt, "")
+        if not isinstance(prompt, Prompt):
+            raise DataError(
+                f"prompt {number} is of type {type(prompt).__name__}; give a text or a fluxjax.rewards.Prompt"
+            )
         if prompt.source not in config.sources:
             known = ", ".join(config.sources)
             raise DataError(f"prompt {prompt.id} is of source {prompt.source!r}, but data.sources has only {known}")

@@ -135,6 +135,35 @@ class Checkpoints:
         except _WRITE_ERRORS as error:
             self._begin_afresh(error)
 
+    def copy_to(self, path: pathlib.Path) -> None:
+        """Copies the newest undamaged checkpoint to `path/<step>/`. Raises `ResumeError` if it can't be written there,
+        and if another checkpoint of this step is there."""
+        step = self.chosen()
+        self._copy(self.folder / str(step), path / str(step))
+
+    def copy_from(self, path: pathlib.Path) -> int:
+        """Copies a checkpoint, `path/<step>/` or `path` itself, to this run, and returns its step. Raises `ResumeError`
+        if there is none or more than one, and if this run has another checkpoint of this step."""
+        found = [path] if path.name.isdecimal() else [p for p in path.glob("*") if p.name.isdecimal()]
+        if len(found) != 1 or not found[0].is_dir():
+            raise ResumeError(f"{path} has {len(found)} checkpoints (folders named by a step); name the folder of one")
+        self._copy(found[0], self.folder / found[0].name)
+        self._manager.reload()
+        return int(found[0].name)
+
+    def _copy(self, source: pathlib.Path, to: pathlib.Path) -> None:
+        if to.exists():
+            if (source / SUMS).read_bytes() != (to / SUMS).read_bytes():
+                raise ResumeError(f"{to} is another checkpoint of this step; choose another folder")
+            return
+        part = to.with_name(f".{to.name}.{os.getpid()}.part")
+        try:
+            shutil.copytree(source, part)
+            part.rename(to)
+        except OSError as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise ResumeError(f"the checkpoint {source} can't be copied to {to}: {error.strerror or error}") from error
+
     def forget_after(self, step: int) -> None:
         """Removes the checkpoints of later steps."""
         for later in sorted(self._manager.all_steps(), reverse=True):  # the newest first: a kill leaves no gap

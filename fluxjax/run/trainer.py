@@ -28,6 +28,7 @@ from ..data.loader import open_held_out, open_sources, open_warm_start
 from ..data.sources import given
 from ..hosts.orders import Begin, End, Start
 from ..learner.policy_trainer import PolicyTrainer, check_algorithm
+from ..published import FluxConfig
 from ..report.display import Display
 from ..report.metrics import MetricsLog, Summary, TrainingResult
 from ..rewards import Scorer
@@ -87,6 +88,8 @@ class FluxTrainer:
         nothing in an existing run folder, so that `load_checkpoint` and `evaluate` may be used while the run goes on.
         `gang` has the processes that train together, if there are several."""
         began = time.monotonic()
+        if rewards is None and isinstance(config, FluxConfig) and config.reward is not None:
+            rewards = dict.fromkeys(config.data.sources, config.reward.impl)
         # --- config -----------------------------------------------------------------------------
         config = copy.deepcopy(config)
         if algorithm is not None:
@@ -209,17 +212,17 @@ class FluxTrainer:
 
     def fit(
         self,
-        prompts: Sequence[Prompt] | None = None,
+        prompts: Sequence[Prompt | str] | None = None,
         num_steps: int | None = None,
         *,
-        eval_prompts: Sequence[Prompt] | None = None,
+        eval_prompts: Sequence[Prompt | str] | None = None,
         eval_interval: int | None = None,
         checkpoint_interval: int | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> TrainingResult:
         """Runs to the end, from the checkpoint that `load_checkpoint` loaded, or else from the newest checkpoint of the
         run folder, or else from the start. Arguments replace settings of the configuration. The `source` of each prompt
-        must be a source of the configuration, whose reward scores the prompt."""
+        must be a source of the configuration, whose reward scores the prompt; texts are of its only source."""
         self._lock = self._lock or run_folder.lock(self.run_dir)
         asked = copy.deepcopy(self._asked)
         asked.steps = asked.steps if num_steps is None else num_steps
@@ -261,19 +264,25 @@ class FluxTrainer:
         if self._runtime is not None:
             self._runtime.request_stop(_STOPPED)
 
-    def save_checkpoint(self) -> None:
-        """Saves the state after `fit` or `load_checkpoint`, and waits for the disk. Raises `ResumeError` if the state
-        cannot be written, and before the first call of `fit` or `load_checkpoint`."""
+    def save_checkpoint(self, path: str | pathlib.Path | None = None) -> None:
+        """Saves the state after `fit` or `load_checkpoint`, and waits for the disk. With `path`, the checkpoint is
+        copied there, too. Raises `ResumeError` if the state cannot be written, and before the first call of `fit` or
+        `load_checkpoint`."""
         self.state.save_now()
         checkpoints = self.parts.checkpoints
         if not checkpoints.wait():
             raise ResumeError(f"the checkpoint could not be written to {checkpoints.folder}: {checkpoints.failed[-1]}")
+        if path is not None:
+            checkpoints.copy_to(pathlib.Path(path))
 
-    def load_checkpoint(self, step: int | None = None) -> int:
-        """Restores a checkpoint of this run folder, by default the newest undamaged checkpoint, onto this trainer's
-        mesh. `fit` then goes on from the checkpoint. Returns the step. Raises `ResumeError` if there is no checkpoint,
-        or if it fits another model. The learner's arrays are freed before the checkpoint's arrays are read, except for
-        arrays that an engine serves."""
+    def load_checkpoint(self, step: int | str | pathlib.Path | None = None) -> int:
+        """Restores a checkpoint, by default the newest undamaged checkpoint of this run folder, onto this trainer's
+        mesh. A path is that of a checkpoint which `save_checkpoint` copied; it becomes a checkpoint of this run folder,
+        whose later checkpoints are dropped. `fit` then goes on from the checkpoint. Returns the step. Raises
+        `ResumeError` if there is no checkpoint, or if it fits another model. The learner's arrays are freed before the
+        checkpoint's arrays are read, except for arrays that an engine serves."""
+        if isinstance(step, str | pathlib.Path):
+            step = self.parts.checkpoints.copy_from(pathlib.Path(step))
         return self.state.load(step)
 
     def close(self) -> None:
