@@ -16,7 +16,8 @@ Importing this module loads no JAX.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .base.errors import ConfigError
@@ -37,11 +38,25 @@ _HERE = {  # published fields of `FluxConfig`, and where they are here
 
 
 class RewardFunction:
-    """The base of a reward for batches of responses. A subclass defines `compute`."""
+    """The base of a reward for batches of responses. A subclass defines `compute`, which gets texts. (A reward without
+    this base gets `Prompt` objects, which have the reference answer and the media, too.)"""
 
     def compute(self, prompts: Sequence[str], responses: Sequence[str]) -> Sequence[float]:
         """Returns the reward of each response."""
         raise NotImplementedError(f"{type(self).__name__} must define compute(prompts, responses)")
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "compute" in vars(cls):
+            cls.compute = _of_texts(cls.compute)  # type: ignore[method-assign]
+
+
+def _of_texts(compute: Callable[..., Sequence[float]]) -> Callable[..., Sequence[float]]:
+    @functools.wraps(compute)
+    def of_texts(self: RewardFunction, prompts: Sequence[Any], responses: Sequence[str]) -> Sequence[float]:
+        return compute(self, [getattr(prompt, "text", prompt) for prompt in prompts], responses)
+
+    return of_texts
 
 
 @dataclasses.dataclass

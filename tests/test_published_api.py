@@ -1,5 +1,6 @@
 """Flux's API as published: what it is called there, and that it works here."""
 
+import dataclasses
 import pathlib
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def small(folder: pathlib.Path, **changes: Any) -> Config:
 
 
 def published(config: Config, **settings: Any) -> FluxConfig:
-    return FluxConfig(**settings, **{name: getattr(config, name) for name in config.__dataclass_fields__})
+    return FluxConfig(**settings, **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
 
 
 def losses(folder: pathlib.Path) -> list[float]:
@@ -78,28 +79,37 @@ def test_a_reward_function_must_compute():
 
 
 @pytest.mark.slow
-def test_texts_and_an_own_reward_train_and_a_checkpoint_moves(tmp_path: pathlib.Path):
-    reward, texts = Short(), [f"Say {letter}:" for letter in "abcdabcd"]
-    (tmp_path / "first").mkdir()
-    config = published(small(tmp_path / "first"), reward=RewardConfig(impl=reward))
+def test_texts_are_prompts_and_a_reward_sees_texts(tmp_path: pathlib.Path):
+    reward, texts = Short(), [f"First of {letter}:" for letter in "abcdabcd"]
+    config = published(small(tmp_path), reward=RewardConfig(impl=reward))
     with FluxTrainer(config) as trainer:
-        result = trainer.fit(texts, num_steps=2)
+        result = trainer.fit(texts)
+        for wrong, expected in (([3], "is of type int"), ("First", "give a list")):
+            with pytest.raises(DataError, match=expected):
+                trainer.fit(wrong)  # type: ignore[arg-type]
+    assert result.summary.complete and set(texts) <= {prompt for prompt, _ in reward.seen}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_moves_to_another_run(tmp_path: pathlib.Path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    with FluxTrainer(small(first)) as trainer:
+        trainer.fit()
         trainer.save_checkpoint(tmp_path / "copy")
-        with pytest.raises(DataError, match="is of type int"):
-            trainer.fit([3])  # type: ignore[list-item]
-    assert result.summary.complete and {prompt for prompt, _ in reward.seen} <= set(texts)
+        trainer.save_checkpoint(tmp_path / "copy")  # the same again
+        trainer.fit(num_steps=3)
     assert [path.name for path in (tmp_path / "copy").iterdir()] == ["2"]
-    with FluxTrainer(config) as trainer:
-        again = trainer.fit(texts, num_steps=3)
-    (tmp_path / "second").mkdir()
-    other = published(small(tmp_path / "second"), reward=RewardConfig(impl=Short()))
-    with FluxTrainer(other) as trainer:
-        with pytest.raises(ResumeError, match="0 checkpoints"):
-            trainer.load_checkpoint(str(tmp_path / "second"))
+    with FluxTrainer(small(second)) as trainer:
+        with pytest.raises(ResumeError, match="has 0 checkpoints"):
+            trainer.load_checkpoint(str(second))
         assert trainer.load_checkpoint(str(tmp_path / "copy")) == 2
-        moved = trainer.fit(texts, num_steps=3)
-    assert again.summary.complete and moved.summary.complete
-    assert losses(tmp_path / "first")[-1] == losses(tmp_path / "second")[-1]
+        trainer.fit(num_steps=3)
+        (tmp_path / "copy" / "2" / "checksums.json").write_text("{}")
+        with pytest.raises(ResumeError, match="another checkpoint of this step"):
+            trainer.load_checkpoint(tmp_path / "copy" / "2")
+    assert losses(first)[-1] == losses(second)[-1] and len(losses(first)) == 3
 
 
 @pytest.mark.slow

@@ -63,6 +63,8 @@ async def _answered(
     """Returns a prompt with its given answer, or the reason why it has none."""
     if candidate.prompt.environment and play is not None:
         return await play(candidate)
+    if not candidate.prompt.answer:
+        return "no answer"
     ids = answer_ids(processor, candidate.prompt.answer)
     if not ids:
         return "answer not in the vocabulary"
