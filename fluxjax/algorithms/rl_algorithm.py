@@ -81,9 +81,7 @@ def adapted(implementation: Any, field: str) -> RLAlgorithm:
                 "without arguments, so name an object of the class instead"
             ) from error
     if callable(getattr(implementation, "compute_loss", None)) and not _defines_loss(implementation):
-        from .short_form import ShortForm
-
-        return ShortForm(implementation)
+        return importlib.import_module(".short_form", __package__).ShortForm(implementation)
     required = (*_REQUIRED, "couple") if getattr(implementation, "coupled", False) else _REQUIRED
     for name in required:
         method = getattr(type(implementation), name, None)

@@ -28,7 +28,6 @@ from ..data.loader import open_held_out, open_sources, open_warm_start
 from ..data.sources import given
 from ..hosts.orders import Begin, End, Start
 from ..learner.policy_trainer import PolicyTrainer, check_algorithm
-from ..published import FluxConfig
 from ..report.display import Display
 from ..report.metrics import MetricsLog, Summary, TrainingResult
 from ..rewards import Scorer
@@ -49,6 +48,7 @@ from .build import (
 from .callbacks import Callback, Reporter, closing, opening, write_pictures
 from .checkpoint import ResumeError
 from .parts import HeldOut, assemble, held_out_prompts, make_pool, settled
+from .published import FluxConfig
 from .run_state import RunState
 
 if TYPE_CHECKING:

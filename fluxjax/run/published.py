@@ -20,8 +20,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .base.errors import ConfigError
-from .config import Config
+from ..base.errors import ConfigError
+from ..config import Config
 
 _HERE = {  # published fields of `FluxConfig`, and where they are here
     "learning_rate": "optim.lr",
