@@ -29,9 +29,9 @@ _guard_siblings()
 
 _EXPORTED = {  # what `from fluxjax import NAME` imports, when it is asked for: `import fluxjax` loads no JAX
     "FluxTrainer": "run.trainer",
-    "FluxConfig": "run.published",
-    "RewardConfig": "run.published",
-    "RewardFunction": "run.published",
+    "FluxConfig": "run.flux_api",
+    "RewardConfig": "run.flux_api",
+    "RewardFunction": "run.flux_api",
 }
 
 

@@ -293,7 +293,7 @@ def model_arrays(run_dir: pathlib.Path) -> dict[str, np.ndarray]:
 def without_times(records: list[dict]) -> list[dict]:
     def timed(name: str) -> bool:
         return name in ("time", "tokens_per_second") or name.startswith(
-            ("seconds/", "rewards/", "data/", "environments/")
+            ("seconds/", "rewards/", "data/", "environments/", "scheduling/")
         )
 
     return [{name: value for name, value in record.items() if not timed(name)} for record in records]

@@ -8,7 +8,8 @@ STREAM = "rollout.engines=2 stream_trainer=True"
 PARALLEL = "rollout.engines=1 parallelism"
 CANNOT_WORK = [
     # --- the wrong type, or beyond the upper bound: `test_config` has the lower ones ---------------
-    ("optim.lr=abc", "--config.optim.lr: 'abc' is not a number"),
+    ("optim.lr=abc", "optim.lr is 'abc': 'abc' is no finite number"),
+    ("optim.eps=abc", "--config.optim.eps: 'abc' is not a number"),
     ("rollout.slots=2.5", "--config.rollout.slots: '2.5' is not an integer"),
     ("sharding.strategy=fdsp", "'fdsp' is not one of fsdp"),
     ("rollout.dynamic_sampling=maybe", "'maybe' is not one of off, correct, value"),

@@ -389,9 +389,8 @@ def test_steps_count_what_servers_delivered(tmp_path, servers, monkeypatch):
         pixels=none,
         rewards=none,
         tell=lambda *event: None,
-        **dict.fromkeys(
-            ("run_dir", "processor", "learner", "engine", "timeline", "coordinator", "model", "play"), None
-        ),
+        coordinator=types.SimpleNamespace(scheduling=dict),
+        **dict.fromkeys(("run_dir", "processor", "learner", "engine", "timeline", "model", "play"), None),
         **dict.fromkeys(("stop", "evaluate"), dict),
     )
     reporter = Reporter(run)

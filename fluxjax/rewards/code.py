@@ -80,11 +80,11 @@ def _made(kind: type[L], given: L | Mapping[str, Any], name: str) -> L:
     if unknown := sorted(set(given) - set(fields)):
         raise ConfigError(f"reward code: {name} has no {', '.join(unknown)}; it has {', '.join(fields)}")
     try:
-        made = kind(**given)
+        limits = kind(**given)
     except TypeError as error:
         raise ConfigError(f"reward code: {name} is {dict(given)}: {error}") from None
-    check_fields(made, f"reward code: {name}.")
-    return made
+    check_fields(limits, f"reward code: {name}.")
+    return limits
 
 
 @dataclasses.dataclass(eq=False)

@@ -47,8 +47,8 @@ from .build import (
 )
 from .callbacks import Callback, Reporter, closing, opening, write_pictures
 from .checkpoint import ResumeError
+from .flux_api import FluxConfig
 from .parts import HeldOut, assemble, held_out_prompts, make_pool, settled
-from .published import FluxConfig
 from .run_state import RunState
 
 if TYPE_CHECKING:

@@ -219,7 +219,7 @@ class Problem:
 
     @property
     def few(self) -> bool:
-        """Whether there are no more sequences than devices."""
+        """Says whether there are no more sequences than devices."""
         return len(self.lengths_I) <= self.num_devices
 
     @property
