@@ -219,8 +219,9 @@ class Problem:
 
     @property
     def few(self) -> bool:
-        """Says whether there are no more sequences than devices."""
-        return len(self.lengths_I) <= self.num_devices
+        """Says whether there are no more sequences than devices, and these are a power of two. On 48 devices, which are
+        three blocks, a short search sends more than FlexRL's own algorithm for some lengths."""
+        return len(self.lengths_I) <= self.num_devices and not self.num_devices & (self.num_devices - 1)
 
     @property
     def weights(self) -> list[float]:

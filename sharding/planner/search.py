@@ -19,10 +19,10 @@ STARTS = ((0.001, 0.997), (0.1, 0.997), (0.4, 0.997), (1.0, 0.997), (1.0, 0.999)
 WIDTH = 64  # partial placements (ways) that a beam keeps, at most
 BLOCK = 64  # devices that are searched together
 RUNGS = ((1024, 32), (10240, 64))  # (ways times devices of all beams, rounds of repair of the two best placements)
-SHORT = ((1024, 2),)  # the same where sequences are no more than devices: no plan is good then, and a long search idle
+SHORT = ((1024, 1),)  # the same for few sequences (`Problem.few`): no plan is good then, and a long search idle
 ALLOWED = (1.0, 1.005, 1.01, 1.02, 1.03, 1.04, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5)  # factors on the compute limit
 DEALS = 24  # rounds of repair for each factor of `ALLOWED`
-FEW_ALLOWED, FEW_DEALS = (1.0, 1.03, 1.15), 2  # the same for few sequences
+FEW_ALLOWED, FEW_DEALS = (1.0, 1.03, 1.15), 1  # the same for few sequences
 EPS = 1e-9
 
 HARD = 1e4  # the weight of exceeding a limit in a beam, against traffic in units of one device's limit
