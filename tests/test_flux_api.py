@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 import subprocess
 import sys
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from run_cases import flags, letters
 
 import fluxjax
 from fluxjax import FluxConfig, FluxTrainer, RewardConfig, RewardFunction
+from fluxjax.algorithms.rl_algorithm import RLAlgorithm, adapted
+from fluxjax.algorithms.short_form import ShortForm
 from fluxjax.base.errors import ConfigError, DataError
 from fluxjax.config import Config
 from fluxjax.config.cli import load
@@ -110,6 +113,14 @@ def test_a_checkpoint_moves_to_another_run(tmp_path: pathlib.Path):
         with pytest.raises(ResumeError, match="another checkpoint of this step"):
             trainer.load_checkpoint(tmp_path / "copy" / "2")
     assert losses(first)[-1] == losses(second)[-1] and len(losses(first)) == 3
+
+
+def test_a_loss_of_tokens_comes_before_the_short_form():
+    """Also if an object or a module has both; a class that only inherits `token_loss` has the short form."""
+    both = types.SimpleNamespace(advantages=len, token_loss=max, compute_loss=min)
+    assert adapted(both, "algorithm.name").token_loss is max
+    inherits = type("Inherits", (RLAlgorithm, PlainLoss), {})
+    assert isinstance(adapted(inherits, "algorithm.name"), ShortForm)
 
 
 @pytest.mark.slow

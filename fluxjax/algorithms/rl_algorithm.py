@@ -69,9 +69,9 @@ class RLAlgorithm:
 
 
 def adapted(implementation: Any, field: str) -> RLAlgorithm:
-    """Returns an algorithm from a class (called without arguments), an object or a module; `ShortForm` for one that has
-    only `compute_loss(batch, weights_BT)`. Raises `ConfigError`, naming
-    the configuration's `field`, for anything that lacks the functions of an algorithm."""
+    """Returns an algorithm from a class (called without arguments), an object or a module. What has only
+    `compute_loss(batch, weights_BT)` becomes a `ShortForm`. Raises `ConfigError`, naming the configuration's `field`,
+    for anything that lacks the functions of an algorithm."""
     if isinstance(implementation, type):
         try:
             implementation = implementation()
@@ -80,7 +80,9 @@ def adapted(implementation: Any, field: str) -> RLAlgorithm:
                 f"{field}: {implementation.__name__}() raised {type(error).__name__}: {error}; a class is called "
                 "without arguments, so name an object of the class instead"
             ) from error
-    if callable(getattr(implementation, "compute_loss", None)) and not _defines_loss(implementation):
+    own_loss = getattr(implementation, "token_loss", RLAlgorithm.token_loss)
+    inherited = getattr(own_loss, "__func__", own_loss) is RLAlgorithm.token_loss
+    if inherited and callable(getattr(implementation, "compute_loss", None)):
         return importlib.import_module(".short_form", __package__).ShortForm(implementation)
     required = (*_REQUIRED, "couple") if getattr(implementation, "coupled", False) else _REQUIRED
     for name in required:
@@ -96,10 +98,6 @@ def adapted(implementation: Any, field: str) -> RLAlgorithm:
     members = [name for name in vars(RLAlgorithm) if not name.startswith("_") and hasattr(implementation, name)]
     vars(algorithm).update({name: getattr(implementation, name) for name in members})
     return algorithm
-
-
-def _defines_loss(implementation: Any) -> bool:
-    return getattr(type(implementation), "token_loss", RLAlgorithm.token_loss) is not RLAlgorithm.token_loss
 
 
 ALGORITHMS: Mapping[str, RLAlgorithm] = ByName(

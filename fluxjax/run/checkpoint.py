@@ -152,12 +152,12 @@ class Checkpoints:
         return int(found[0].name)
 
     def _copy(self, source: pathlib.Path, to: pathlib.Path) -> None:
-        if to.exists():
-            if (source / SUMS).read_bytes() != (to / SUMS).read_bytes():
-                raise ResumeError(f"{to} is another checkpoint of this step; choose another folder")
-            return
         part = to.with_name(f".{to.name}.{os.getpid()}.part")
         try:
+            if to.exists():
+                if (source / SUMS).read_bytes() != (to / SUMS).read_bytes():
+                    raise ResumeError(f"{to} is another checkpoint of this step; choose another folder")
+                return
             shutil.copytree(source, part)
             part.rename(to)
         except OSError as error:

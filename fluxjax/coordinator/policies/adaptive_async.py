@@ -144,13 +144,13 @@ class AdaptiveAsync(Base):
             return []
         limit, version = self.settings.max_staleness, coordinator.version
         candidates = [entry.group() for entry in ledger.at(PromptStage.SCORED)]
-        if late := [group for group in candidates if versions_behind(group, version) > limit]:
+        ages = [versions_behind(group, version) for group in candidates]
+        if late := [group for group, age in zip(candidates, ages, strict=True) if age > limit]:
             self.too_old += len(late)
             return [ledger.entries[group.prompt.draw].park() for group in late]
         to_come = [version - entry.born for entry in ledger.at(*_UNDER_WAY)]
         if due(to_come, limit, needed):
             return []
-        ages = [versions_behind(group, version) for group in candidates]
         chosen = compose(
             candidates,
             min(needed, len(candidates)),
