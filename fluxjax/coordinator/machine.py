@@ -41,10 +41,6 @@ class SchedulingPolicy(Protocol):
         event, until no instruction is returned."""
         ...
 
-    def metrics(self) -> dict[str, float]:
-        """Returns numbers that show what the policy decides, by name."""
-        ...
-
     def state_dict(self) -> State:
         """Returns what the policy remembers from step to step."""
         ...
@@ -105,7 +101,8 @@ class Coordinator:
 
     def scheduling(self) -> dict[str, float]:
         """Returns what the policy has decided: prompts by stage, groups that were dropped as they teach nothing, the
-        engines' devices and work, the error of predicted lengths, and the policy's own numbers."""
+        engines' devices and work, the error of predicted lengths, and the numbers of the policy's `metrics`, if it has
+        this method."""
         stages = {stage.value: self.ledger.count(stage) for stage in _SHOWN}
         fleet = {
             "degree": self.fleet.degree,
