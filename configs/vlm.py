@@ -67,7 +67,7 @@ def get_config(variant: str = "") -> Config:
         else:
             config.model.tiny |= {"num_layers": 4, "mrope_section": (1, 1, 2)}  # two layers with states, two without
             # Only one of the four rotary frequencies tells columns apart. Neighbouring columns differ by half a radian.
-            # With a rope_theta of 30, they differ by 0.18 radians, and the model read no strip of four or more digits.
+            # With a rope_theta of 30 it is only 0.18 radians. The model then read no strip of four or more digits.
             config.model.tiny["rope_theta"] = 4.0
             # The decoder reads only the tower's last layer, and a shallow tower learns sooner. A tower of width 128
             # answered held-out clips wrongly in their colours, and the same photographs in grey correctly.

@@ -134,7 +134,7 @@ def refuse_unread(config: Config, given: Collection[str]) -> None:
 
 
 def remarks(config: Config, devices: int = 1) -> list[str]:
-    """Returns lines that somebody who starts a run with these settings, on so many devices, should read."""
+    """Returns lines to be shown when a run with these settings starts on `devices` devices."""
     idle: dict[tuple[str, str], list[str]] = {}
     for field, need in unread(config).items():
         idle.setdefault((need.setting, need.current(config)), []).append(field)

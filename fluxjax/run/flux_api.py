@@ -42,7 +42,7 @@ class RewardFunction:
     this base gets `Prompt` objects, which have the reference answer and the media, too.)"""
 
     def compute(self, prompts: Sequence[str], responses: Sequence[str]) -> Sequence[float]:
-        """Returns the reward of each response."""
+        """Returns the reward of each response. The base has no reward of its own, and names what is missing."""
         raise NotImplementedError(f"{type(self).__name__} must define compute(prompts, responses)")
 
     def __init_subclass__(cls) -> None:
